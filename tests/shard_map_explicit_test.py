@@ -1,0 +1,785 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Values on Explicit meshes closed over by `jax.shard_map`.
+
+The rule: a function that closes over `w` is the same program as one that takes
+`w` as an argument, with the spec that mentions none of the newly manual axes.
+The argument form is the oracle of nearly every test here.
+"""
+from functools import partial
+import itertools as it
+import os
+import subprocess
+import sys
+import traceback
+from unittest import mock
+
+from absl.testing import absltest
+from absl.testing import parameterized
+import jax
+from jax import lax
+from jax import shard_map
+from jax._src import config
+from jax._src import core
+from jax._src import shard_map as shard_map_lib
+from jax._src import test_util as jtu
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+import jax.numpy as jnp
+import numpy as np
+
+config.parse_flags_with_absl()
+jtu.request_cpu_devices(8)
+
+E, A = AxisType.Explicit, AxisType.Auto
+
+# Every body takes a weight w: f32[4], the same on all manual axes, and a shard
+# x: f32[n, 4]; it returns an array whose leading axis is x's.
+BODIES = dict(
+    # an operand of a primitive
+    mul=lambda w, x: x * w,
+    only=lambda w, x: x + (jnp.sin(w) * 2. + w.sum()),
+    many_uses=lambda w, x: sum((x * w for _ in range(5)), x) + w[0],
+    dot=lambda w, x: x + (x @ w)[:, None],
+    outer=lambda w, x: x + jnp.outer(w, w).sum(0),
+    cast=lambda w, x: x + w.astype('bfloat16').astype('float32'),
+    where=lambda w, x: jnp.where(w > 2., x, w),
+    reshape=lambda w, x: x + w.reshape(2, 2).T.ravel(),
+    broadcast=lambda w, x: x + jnp.broadcast_to(w, (3, 4)).sum(0),
+    concatenate=lambda w, x: x + jnp.concatenate([w, w])[2:6],
+    stack=lambda w, x: x + jnp.stack([w, w]).sum(0),
+    sort=lambda w, x: x + jnp.sort(-w),
+    cumsum=lambda w, x: x + jnp.cumsum(w),
+    argmax=lambda w, x: x + jnp.argmax(w),
+    einsum=lambda w, x: x + jnp.einsum('i,j->i', w, w),
+    convert=lambda w, x: x + jnp.asarray(w) + jnp.array(w),
+    python=lambda w, x: x + w * 2 + 1. / w - w ** 2 + abs(-w),
+    iterate=lambda w, x: x + sum(w),
+    # returned as it is, or nearly
+    identity=lambda w, x: jnp.broadcast_to(w, x.shape),
+    # indexed and updated
+    getitem=lambda w, x: x + w[1] + w[-1:] + w[jnp.array([0, 2])].sum(),
+    at_set=lambda w, x: x + w.at[0].set(9.),
+    at_add=lambda w, x: x + w.at[1:3].add(x[0, 0]),
+    at_mul=lambda w, x: x + w.at[jnp.array([0, 3])].mul(2.),
+    at_get=lambda w, x: x + w.at[7].get(mode='fill', fill_value=3.),
+    dynamic_slice=lambda w, x: x + lax.dynamic_slice(w, (1,), (2,)).sum(),
+    dynamic_update=lambda w, x: x + lax.dynamic_update_slice(w, x[0, :2], (1,)),
+    dynamic_index=lambda w, x: x + lax.dynamic_index_in_dim(
+        w, lax.axis_index('x') % 4, keepdims=False),
+    take=lambda w, x: x + jnp.take(w, jnp.array([3, 1, 0, 0])),
+    # jnp functions that look at the sharding of an operand
+    zeros_like=lambda w, x: x + jnp.zeros_like(w),
+    ones_like=lambda w, x: x + jnp.ones_like(w),
+    full_like=lambda w, x: x + jnp.full_like(w, 2.),
+    empty_like=lambda w, x: x + 0. * jnp.nan_to_num(jnp.empty_like(w)),
+    lax_full_like=lambda w, x: x + lax.full_like(w, 2.),
+    pad=lambda w, x: x + jnp.pad(w, (1, 1))[1:-1],
+    linspace=lambda w, x: x + jnp.linspace(w, 2. * w, 3).sum(0),
+    searchsorted=lambda w, x: x + jnp.searchsorted(w, w),
+    interp=lambda w, x: x + jnp.interp(x, w, w * w),
+    unique=lambda w, x: x + jnp.unique(w, size=4),
+    roll=lambda w, x: x + jnp.roll(w, 1),
+    tile=lambda w, x: x + jnp.tile(w, 2)[:4],
+    repeat=lambda w, x: x + jnp.repeat(w, 2)[:4],
+    softmax=lambda w, x: x + jax.nn.softmax(w),
+    logsumexp=lambda w, x: x + jax.scipy.special.logsumexp(w),
+    one_hot=lambda w, x: x + jax.nn.one_hot(w.astype(int), 4).sum(0),
+    # control flow: carry, xs, operand, predicate, captured constant
+    scan_carry=lambda w, x: x + lax.scan(
+        lambda c, _: (2. * c, c.sum()), w, None, length=3)[0],
+    scan_carry_updated=lambda w, x: x + lax.scan(
+        lambda c, _: (c + w, None), w, None, length=3)[0],
+    scan_xs=lambda w, x: lax.scan(lambda c, a: (c + a, a), x, w)[0],
+    scan_const=lambda w, x: lax.scan(
+        lambda c, _: (c * w, None), x, None, length=3)[0],
+    map_xs=lambda w, x: x + lax.map(lambda a: 2. * a, w),
+    fori_init=lambda w, x: x + lax.fori_loop(0, 3, lambda i, c: c + i, w),
+    fori_const=lambda w, x: lax.fori_loop(0, 3, lambda i, c: c + w, x),
+    while_carry=lambda w, x: x + lax.while_loop(
+        lambda c: c.sum() < 50., lambda c: 2. * c, w),
+    while_cond_const=lambda w, x: x + lax.while_loop(
+        lambda c: c < w.sum(), lambda c: c + 1, 0),
+    cond_pred=lambda w, x: lax.cond(w[0] > 0., lambda a: a + 1., lambda a: a, x),
+    cond_operand=lambda w, x: x + lax.cond(
+        w[0] > 0., lambda a: a + 1., lambda a: a, w),
+    cond_const=lambda w, x: lax.cond(
+        True, lambda a: a * w, lambda a: a * w + 1., x),
+    cond_varying=lambda w, x: lax.cond(
+        lax.axis_index('x') == 0, lambda: w + x[0], lambda: 2. * x[0])
+        + jnp.zeros_like(x),
+    switch=lambda w, x: lax.switch(w.astype(int)[0], [lambda a: a, lambda a: a * w], x),
+    associative_scan=lambda w, x: x + lax.associative_scan(jnp.add, w),
+    # an argument of jit and transforms called in the body, or captured by them
+    jit_arg=lambda w, x: x + jax.jit(lambda v: v * 2.)(w),
+    jit_const=lambda w, x: jax.jit(lambda a: a * w)(x),
+    jit_nested=lambda w, x: jax.jit(lambda a: jax.jit(lambda v: v * w)(a))(x),
+    checkpoint=lambda w, x: jax.checkpoint(lambda v, a: jnp.sin(v * a))(w, x),
+    checkpoint_const=lambda w, x: jax.checkpoint(lambda a: jnp.sin(w * a))(x),
+    vmap_arg=lambda w, x: x + jax.vmap(lambda v: v * 2.)(w),
+    vmap_unmapped=lambda w, x: jax.vmap(lambda a, v: a * v, (0, None))(x, w),
+    vmap_const=lambda w, x: jax.vmap(lambda a: a * w)(x),
+    grad_arg=lambda w, x: x + jax.grad(lambda v: jnp.sin(v).sum())(w),
+    grad_const=lambda w, x: jax.grad(lambda a: jnp.sin(a * w).sum())(x),
+    grad_pcast=lambda w, x: x + jax.grad(lambda v: (v * x).sum())(
+        lax.pcast(w, 'x', to='varying')),
+    value_and_grad=lambda w, x: sum(
+        jax.value_and_grad(lambda v: jnp.sin(v).sum())(w), x),
+    jvp=lambda w, x: sum(jax.jvp(jnp.sin, (w,), (w,)), x),
+    vjp=lambda w, x: x + jax.vjp(jnp.sin, w)[1](w)[0],
+    linearize=lambda w, x: x + jax.linearize(jnp.sin, w)[1](w),
+    hessian=lambda w, x: x + jax.hessian(lambda v: (v ** 3).sum())(w)[0],
+    jacfwd=lambda w, x: x + jax.jacfwd(jnp.sin)(w)[0],
+    custom_jvp=lambda w, x: jax.nn.relu(w - 2.) + x,
+    custom_jvp_const=lambda w, x: jax.nn.silu(x * w),
+    custom_vjp=lambda w, x: x + _cubed(w),
+    custom_vjp_grad=lambda w, x: x + jax.grad(lambda v: _cubed(v).sum())(w),
+    # the operand of a collective
+    psum=lambda w, x: x + lax.psum(lax.pcast(w, 'x', to='varying'), 'x'),
+    psum_const=lambda w, x: lax.psum(x * w, 'x') + x,
+    all_gather=lambda w, x: x + lax.all_gather(
+        lax.pcast(w, 'x', to='varying'), 'x').sum(0),
+    ppermute=lambda w, x: x + lax.ppermute(
+        lax.pcast(w, 'x', to='varying'), 'x', [(0, 0)]),
+)
+
+@jax.custom_vjp
+def _cubed(v):
+  return v ** 3
+_cubed.defvjp(lambda v: (v ** 3, v), lambda v, g: (3. * v * v * g,))
+
+
+def _mesh(shape, names, types):
+  return jtu.create_mesh(shape, names, axis_types=types)
+
+def _put(mesh, x, spec):
+  return jax.device_put(x, NamedSharding(mesh, spec))
+
+def _weight(mesh, spec=P()):
+  return _put(mesh, jnp.arange(1., 5., dtype='float32'), spec)
+
+def _batch(mesh, spec=P('x')):
+  n = 2 * mesh.shape['x']
+  return _put(mesh, jnp.arange(4. * n, dtype='float32').reshape(n, 4) / 8., spec)
+
+def _closure_form(body, in_specs, **kw):
+  return lambda w, x: shard_map(lambda x: body(w, x), in_specs=in_specs, **kw)(x)
+
+def _argument_form(body, in_specs, w_spec=P(), **kw):
+  return shard_map(body, in_specs=(w_spec, in_specs), **kw)
+
+
+def _primitives(jaxpr):
+  """The primitives of a jaxpr and of those inside of it, in order."""
+  out = []
+  for eqn in jaxpr.eqns:
+    out.append(eqn.primitive.name)
+    for sub in core.jaxprs_in_params(eqn.params):
+      out.extend(_primitives(getattr(sub, 'jaxpr', sub)))
+  return out
+
+class SameProgramTestCase(jtu.JaxTestCase):
+
+  def assert_same(self, got, want):
+    """Equal values, bit for bit, and equal types."""
+    got_leaves, got_tree = jax.tree.flatten(got)
+    want_leaves, want_tree = jax.tree.flatten(want)
+    self.assertEqual(got_tree, want_tree)
+    for g, w in zip(got_leaves, want_leaves):
+      self.assertEqual(jax.typeof(g), jax.typeof(w))
+      if jax.dtypes.issubdtype(g.dtype, jax.dtypes.prng_key):
+        g, w = jax.random.key_data(g), jax.random.key_data(w)
+      np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+
+
+  def assert_same_outcome(self, run, closure_form, argument_form):
+    """The same result or, where the argument form raises, the same error."""
+    try:
+      want = run(argument_form)
+    except Exception as e:
+      with self.assertRaises(type(e)):
+        run(closure_form)
+    else:
+      self.assert_same(run(closure_form), want)
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class ClosureTest(SameProgramTestCase):
+
+  @parameterized.named_parameters(
+      {'testcase_name': f'_{name}_{mode}', 'name': name, 'mode': mode}
+      for name in BODIES for mode in ['eager', 'jit', 'jit_const'])
+  @jtu.with_explicit_mesh((2,), 'x')
+  def test_body(self, mesh, name, mode):
+    w, x = _weight(mesh), _batch(mesh)
+    kw = dict(in_specs=P('x'), out_specs=P('x'))
+    clos = _closure_form(BODIES[name], **kw)
+    arg = _argument_form(BODIES[name], **kw)
+    if mode == 'jit':
+      clos, arg = jax.jit(clos), jax.jit(arg)
+    elif mode == 'jit_const':
+      clos = lambda w, x, f=clos: jax.jit(lambda x: f(w, x))(x)
+      arg = jax.jit(arg)
+    self.assert_same(clos(w, x), arg(w, x))
+    if mode != 'eager':
+      self.assertEqual(_primitives(jax.make_jaxpr(clos)(w, x)),
+                       _primitives(jax.make_jaxpr(arg)(w, x)))
+
+
+# Mesh shapes, and for each every way to make its axes Explicit, Auto or manual.
+SHAPES = [(2,), (8,), (2, 2), (2, 4), (1, 2), (2, 1), (2, 2, 2)]
+
+def _subsets(names):
+  return [s for n in range(1, len(names) + 1)
+          for s in it.combinations(names, n)]
+
+MESHES = [
+    (shape, types, manual)
+    for shape in SHAPES
+    for types in it.product([E, A], repeat=len(shape))
+    for manual in _subsets('xyz'[:len(shape)])]
+
+
+def _mesh_name(shape, types, manual):
+  """For example 2E4A_x: a 2x4 mesh, 'x' Explicit and manual, 'y' Auto."""
+  sizes = ''.join(f'{n}{"E" if t == E else "A"}' for n, t in zip(shape, types))
+  return f'_{sizes}_{"".join(manual)}'
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow')
+class MeshTest(SameProgramTestCase):
+
+  def _program(self, shape, types, manual, form, check_vma=True):
+    """A program, its weight and its data on a mesh, partly sharded.
+
+    The weight is sharded over the first axis that is neither manual nor Auto.
+    """
+    names = tuple('xyz'[:len(shape)])
+    mesh = _mesh(shape, names, types)
+    explicit = [n for n, t in zip(names, types) if t == E]
+    rest = [n for n in explicit if n not in manual]
+    w = _put(mesh, jnp.arange(1., 9.), P(rest[0] if rest else None))
+    x_spec = P(tuple(n for n in manual if n in explicit) or None,
+               rest[0] if rest else None)
+    x = _put(mesh, jnp.arange(128.).reshape(16, 8) / 16., x_spec)
+    body = lambda w, x: x * jnp.sin(w) + w.sum() + 2. * w
+    f = form(body, in_specs=P(manual), out_specs=P(manual),
+             axis_names=set(manual), check_vma=check_vma)
+    return mesh, f, w, x
+
+  @parameterized.named_parameters(
+      (_mesh_name(*m) + ('' if check_vma else '_no_vma'), *m, check_vma)
+      for m, check_vma in
+      [(m, True) for m in MESHES] + [(m, False) for m in MESHES[::3]])
+  def test_jit(self, shape, types, manual, check_vma):
+    def forward(f, w, x):
+      return f(w, x), jax.jvp(f, (w, x), (w, x))
+    def gradient(f, w, x):
+      return jax.grad(lambda w, x: jnp.sin(f(w, x)).sum(), (0, 1))(w, x)
+    for transform in forward, gradient:
+      def run(form):
+        mesh, f, w, x = self._program(shape, types, manual, form, check_vma)
+        with jax.set_mesh(mesh):
+          return jax.jit(partial(transform, f))(w, x)
+      self.assert_same_outcome(run, _closure_form, _argument_form)
+
+  @parameterized.named_parameters(
+      (_mesh_name(*m) + ('' if check_vma else '_no_vma'), *m, check_vma)
+      for m, check_vma in
+      [(m, True) for m in MESHES[::4]] + [(m, False) for m in MESHES[2::8]])
+  def test_eager(self, shape, types, manual, check_vma):
+    def run(form):
+      mesh, f, w, x = self._program(shape, types, manual, form, check_vma)
+      with jax.set_mesh(mesh):
+        return f(w, x), jax.grad(lambda w: f(w, x).sum())(w)
+    self.assert_same_outcome(run, _closure_form, _argument_form)
+
+  @parameterized.named_parameters(
+      (_mesh_name(*m), *m) for m in MESHES if m[0] in [(2,), (2, 2)])
+  def test_mesh_as_argument(self, shape, types, manual):
+    def run(form):
+      mesh, _, w, x = self._program(shape, types, manual, form)
+      f = form(lambda w, x: x * jnp.sin(w), mesh=mesh, in_specs=P(manual),
+               out_specs=P(manual), axis_names=set(manual))
+      return jax.jit(f)(w, x)
+    self.assert_same_outcome(run, _closure_form, _argument_form)
+
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_abstract_mesh(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    kw = dict(mesh=mesh.abstract_mesh, in_specs=P('x'), out_specs=P('x'))
+    body = lambda w, x: x * w
+    clos, arg = _closure_form(body, **kw), _argument_form(body, **kw)
+    self.assert_same(clos(w, x), arg(w, x))
+    self.assert_same(jax.jit(clos)(w, x), jax.jit(arg)(w, x))
+
+
+
+def _loss(f):
+  return lambda w, x: jnp.sin(f(w, x)).sum()
+
+def _scan_around(f):
+  def run(w, x):
+    def step(carry, _):
+      w, x = carry
+      return (1.1 * w, f(w, x)), w.sum()
+    return lax.scan(step, (w, x), None, length=3)
+  return run
+
+def _custom_vjp_around(f):
+  @jax.custom_vjp
+  def g(w, x):
+    return f(w, x)
+  def bwd(res, ct):
+    w, x = res
+    return 2. * jax.vjp(f, w, x)[1](ct)[0], ct
+  g.defvjp(lambda w, x: (f(w, x), (w, x)), bwd)
+  return jax.grad(_loss(g), (0, 1))
+
+def _vmapped_pullback(f):
+  def run(w, x):
+    out, pullback = jax.vjp(f, w, x)
+    return jax.vmap(pullback)(jnp.stack([out, 2. * out]))
+  return run
+
+# What may be around a shard_map: each takes f(w, x) to a function of w and x.
+AROUND = dict(
+    grad=lambda f: jax.grad(_loss(f), (0, 1)),
+    grad_weight=lambda f: jax.grad(_loss(f)),
+    value_and_grad=lambda f: jax.value_and_grad(_loss(f)),
+    jvp=lambda f: lambda w, x: jax.jvp(f, (w, x), (3. * w, 2. * x)),
+    jvp_weight=lambda f: lambda w, x: jax.jvp(lambda w: f(w, x), (w,), (w,)),
+    vjp=lambda f: lambda w, x: jax.vjp(f, w, x)[1](x),
+    linearize=lambda f: lambda w, x: jax.linearize(f, w, x)[1](w, x),
+    linear_transpose=lambda f: lambda w, x: jax.linear_transpose(
+        jax.linearize(f, w, x)[1], w, x)(x),
+    hessian=lambda f: jax.hessian(_loss(f)),
+    jacfwd=lambda f: jax.jacfwd(f),
+    jacrev=lambda f: jax.jacrev(_loss(f)),
+    jvp_of_grad=lambda f: lambda w, x: jax.jvp(
+        jax.grad(_loss(f)), (w, x), (w, x)),
+    grad_of_grad=lambda f: jax.grad(lambda w, x: jax.grad(_loss(f))(w, x).sum()),
+    checkpoint=lambda f: jax.grad(_loss(jax.checkpoint(f)), (0, 1)),
+    checkpoint_policy=lambda f: jax.grad(_loss(jax.checkpoint(
+        f, policy=jax.checkpoint_policies.everything_saveable)), (0, 1)),
+    vmap=lambda f: lambda w, x: jax.vmap(f)(
+        jnp.stack([w, 2. * w]), jnp.stack([x, x + 1.])),
+    vmap_weight=lambda f: lambda w, x: jax.vmap(f, (0, None), 1)(
+        jnp.stack([w, 2. * w]), x),
+    vmap_data=lambda f: lambda w, x: jax.vmap(f, (None, 1))(
+        w, jnp.stack([x, x + 1.], 1)),
+    vmap_of_grad=lambda f: lambda w, x: jax.vmap(
+        jax.grad(_loss(f), (0, 1)), (0, None))(jnp.stack([w, 2. * w]), x),
+    grad_of_vmap=lambda f: lambda w, x: jax.grad(lambda w: jnp.sin(jax.vmap(
+        f, (0, None))(jnp.stack([w, w * w]), x)).sum())(w),
+    vmapped_pullback=_vmapped_pullback,
+    scan=_scan_around,
+    grad_of_scan=lambda f: jax.grad(
+        lambda w, x: _scan_around(f)(w, x)[0][1].sum(), (0, 1)),
+    while_loop=lambda f: lambda w, x: lax.fori_loop(
+        0, 3, lambda _, x: f(w, x), x),
+    cond=lambda f: lambda w, x: lax.cond(
+        w.sum() > 0., lambda w, x: f(w, x), lambda w, x: x, w, x),
+    custom_vjp=_custom_vjp_around,
+    jit=lambda f: jax.jit(lambda w, x: jax.jit(f)(2. * w, x) + w),
+)
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow')
+class AroundTest(SameProgramTestCase):
+
+  @parameterized.named_parameters(
+      (f'_{name}_{mode}{"" if check_vma else "_no_vma"}', name, mode, check_vma)
+      for name in AROUND for mode in ['eager', 'jit']
+      for check_vma in [True, False])
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_transform(self, name, mode, check_vma, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    def run(form):
+      f = form(lambda w, x: jnp.sin(x * w) + w ** 2, in_specs=P('x'),
+               out_specs=P('x'), check_vma=check_vma)
+      f = AROUND[name](f)
+      return (jax.jit(f) if mode == 'jit' else f)(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.named_parameters((f'_{name}', name) for name in AROUND)
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_transform_partial_manual(self, name, mesh):
+    w = _weight(mesh, P('y'))
+    x = _batch(mesh, P('x', 'y'))
+    def run(form):
+      f = form(lambda w, x: jnp.sin(x * w) + w ** 2, in_specs=P('x'),
+               out_specs=P('x'), axis_names={'x'})
+      return jax.jit(AROUND[name](f))(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.named_parameters((f'_{name}', name) for name in AROUND)
+  @jtu.with_explicit_mesh((2,), ('x',))
+  @config.enable_checks(True)
+  def test_transform_checked(self, name, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    def run(form):
+      f = form(lambda w, x: jnp.sin(x * w) + w ** 2, in_specs=P('x'),
+               out_specs=P('x'))
+      f = AROUND[name](f)
+      core.check_jaxpr(jax.make_jaxpr(f)(w, x).jaxpr)
+      return jax.jit(f)(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_gradient_is_summed(self, mesh):
+    # not against the argument form alone: the gradient of a value that is the
+    # same on all shards is the sum of what each shard contributes
+    w, x = _weight(mesh), _batch(mesh)
+    f = _closure_form(lambda w, x: x * w, in_specs=P('x'), out_specs=P('x'))
+    g = jax.jit(jax.grad(lambda w: f(w, x).sum()))(w)
+    self.assertAllClose(g, np.asarray(x).sum(0))
+
+
+
+class Model:
+  """A value held in an attribute, as samplers and modules do."""
+
+  def __init__(self, w):
+    self.w = w
+
+  def __call__(self, x):
+    return x * self.w
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class ValueTest(SameProgramTestCase):
+
+  def check(self, body, w, x, w_spec=P(), **kw):
+    kw = dict(in_specs=P('x'), out_specs=P('x')) | kw
+    arg = _argument_form(body, w_spec=w_spec, **kw)
+    clos = _closure_form(body, **kw)
+    want = arg(w, x)
+    self.assert_same(clos(w, x), want)
+    want = jax.jit(arg)(w, x)
+    self.assert_same(jax.jit(clos)(w, x), want)
+    self.assert_same(jax.jit(lambda x: clos(w, x))(x), want)
+
+  @parameterized.parameters(
+      'float32', 'bfloat16', 'float16', 'int8', 'int32', 'uint32', 'bool',
+      'complex64')
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_dtype(self, dtype, mesh):
+    w = _put(mesh, jnp.arange(4).astype(dtype), P())
+    self.check(lambda w, x: x + (2 * w).astype(jnp.complex64).real.sum(),
+               w, _batch(mesh))
+
+  @parameterized.parameters((), (0,), (4, 0), (1,))
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_shape(self, *shape, mesh):
+    w = _put(mesh, jnp.full(shape, 3.), P())
+    self.check(lambda w, x: x + (2. * w).sum(), w, _batch(mesh))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_weak_type(self, mesh):
+    w = jax.jit(lambda: 2. * 3.)()
+    self.assertTrue(jax.typeof(w).weak_type)
+    self.check(lambda w, x: x.astype('bfloat16') * w, w, _batch(mesh))
+
+  @parameterized.parameters('threefry2x32', 'rbg', 'unsafe_rbg')
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_key(self, impl, mesh):
+    def draw(key, x):
+      key = jax.random.fold_in(key, lax.axis_index('x'))
+      return x + jax.random.normal(key, x.shape)
+    key = _put(mesh, jax.random.key(0, impl=impl), P())
+    self.check(draw, key, _batch(mesh))
+    self.check(lambda key, x: x + jax.random.normal(key, (4,)), key,
+               _batch(mesh))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_key_array(self, mesh):
+    keys = _put(mesh, jax.random.split(jax.random.key(0), 3), P())
+    def draw(keys, x):
+      noise = jax.vmap(lambda k: jax.random.normal(k, x.shape[1:]))(keys)
+      return x + noise.sum(0)
+    self.check(draw, keys, _batch(mesh))
+
+  @config.legacy_prng_key('allow')
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_legacy_key(self, mesh):
+    key = _put(mesh, jax.random.PRNGKey(0), P())
+    self.check(lambda key, x: x + jax.random.uniform(key, (4,)), key,
+               _batch(mesh))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_uncommitted(self, mesh):
+    self.check(lambda w, x: x * w, jnp.arange(4.), _batch(mesh))
+
+  def test_without_context_mesh(self):
+    mesh = _mesh((2,), ('x',), (E,))
+    self.check(lambda w, x: x * w, _weight(mesh), _batch(mesh), mesh=mesh)
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_value_made_before_the_mesh(self, mesh):
+    with jax.set_mesh(_mesh((2,), ('x',), (E,))):
+      x = _batch(mesh)
+    for w in np.arange(4.), [1., 2., 3., 4.], 3., np.float32(3.):
+      w = np.asarray(w, 'float32') if isinstance(w, list) else w
+      self.check(lambda w, x: x * w, w, x)
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_pytree_and_attribute(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    kw = dict(in_specs=P('x'), out_specs=P('x'))
+    params = {'scale': w, 'shift': (w + 1., [w * 2.])}
+    body = lambda p, x: x * p['scale'] + p['shift'][0] - p['shift'][1][0]
+    self.check(body, params, x)
+    model = Model(w)
+    self.assert_same(jax.jit(shard_map(model, **kw))(x),
+                     jax.jit(_argument_form(lambda w, x: x * w, **kw))(w, x))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_passed_and_closed_over(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    kw = dict(in_specs=(P(), P('x')), out_specs=P('x'))
+    clos = lambda w, x: shard_map(lambda v, x: x * w + v, **kw)(w, x)
+    arg = shard_map(lambda u, v, x: x * u + v, in_specs=(P(), P(), P('x')),
+                    out_specs=P('x'))
+    self.assert_same(jax.jit(clos)(w, x), jax.jit(arg)(w, w, x))
+    grad = lambda f: jax.jit(jax.grad(lambda w, *a: f(w, *a).sum()))
+    self.assert_same(grad(clos)(w, x),
+                     grad(lambda w, x: arg(w, w, x))(w, x))
+
+  @parameterized.parameters(((2,), ('x',)), ((2, 2), ('x', 'y')))
+  def test_returned_as_it_is(self, shape, names):
+    mesh = _mesh(shape, names, (E,) * len(shape))
+    with jax.set_mesh(mesh):
+      w = _weight(mesh, P(names[1] if names[1:] else None))
+      kw = dict(in_specs=P('x'), out_specs=(P(), P('x')), axis_names={'x'})
+      self.check(lambda w, x: (w, {'x': x, 'w': w}['x']), w, _batch(mesh), **kw)
+
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_tracers(self, mesh):
+    # values of the traces around the shard_map: jit's argument, a scan's
+    # carry, a vmapped value, a primal with its tangent
+    w, x = _weight(mesh), _batch(mesh)
+    def run(form):
+      f = form(lambda w, x: x * w, in_specs=P('x'), out_specs=P('x'),
+               axis_names={'x'})
+      def step(w, _):
+        ws = jnp.stack([w, 2. * w])
+        y = jax.vmap(lambda w: f(jnp.sin(w), x))(ws).sum(0)
+        return w + jax.grad(lambda w: f(w, y).sum())(w) / 100., y
+      return jax.jit(lambda w: lax.scan(step, w, None, length=2))(w)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_converted_once_in_eager_mode(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    calls = []
+    original = shard_map_lib._unmatch_spec
+    def counted(*args):
+      calls.append(args[-1])
+      return original(*args)
+    f = shard_map(lambda x: x * w + w - w, in_specs=P('x'), out_specs=P('x'))
+    with mock.patch.object(shard_map_lib, '_unmatch_spec', counted):
+      f(x)
+    self.assertLen([c for c in calls if c is w], 1)
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class NestedTest(SameProgramTestCase):
+
+  @parameterized.parameters('eager', 'jit')
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_values_of_every_level(self, mode, mesh):
+    w = _weight(mesh)
+    x = _batch(mesh, P('x', 'y'))
+    kw_out = dict(in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
+    kw_in = dict(in_specs=P(None, 'y'), out_specs=P(None, 'y'),
+                 axis_names={'y'})
+
+    def closures(w, x):
+      def outer(x):
+        u, v = w * x.sum(), lax.axis_index('x')
+        inner = lambda x: x * u.sum() + w.sum() + v
+        return shard_map(inner, **kw_in)(x)
+      return shard_map(outer, **kw_out)(x)
+
+    def arguments(w, x):
+      def outer(w, x):
+        u, v = w * x.sum(), lax.axis_index('x')
+        inner = lambda w, u, v, x: x * u.sum() + w.sum() + v
+        specs = dict(kw_in, in_specs=(P(), P(), P(), P(None, 'y')))
+        return shard_map(inner, **specs)(w, u, v, x)
+      return shard_map(outer, **dict(kw_out, in_specs=(P(), P('x'))))(w, x)
+
+    # In eager mode a nested shard_map takes no argument that is the same on
+    # the outer's axis, so the oracle is under jit.
+    if mode == 'jit':
+      closures = jax.jit(closures)
+    self.assertAllClose(closures(w, x), jax.jit(arguments)(w, x))
+
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_gradient(self, mesh):
+    w, x = _weight(mesh), _batch(mesh, P('x', 'y'))
+    kw_out = dict(in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
+    kw_in = dict(in_specs=P(None, 'y'), out_specs=P(None, 'y'),
+                 axis_names={'y'})
+    def run(form):  # a residual that varies over 'x' fails in either form
+      outer = lambda w, x: form(lambda w, x: x + jnp.sin(w[:2]), **kw_in)(
+          jnp.sin(w), x)
+      f = form(outer, **kw_out)
+      return jax.jit(jax.grad(lambda w, x: f(w, x).sum(), (0, 1)))(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+
+class RefusedTest(jtu.JaxTestCase):
+  """What may not be closed over is a ValueError, raised from Python."""
+
+  def refused(self, f, x, *pieces):
+    for call in f, jax.jit(f), jax.grad(lambda x: f(x).sum()):
+      with self.assertRaises(ValueError) as cm:
+        call(x)
+      for piece in pieces:
+        self.assertIn(piece, str(cm.exception))
+      # as on releases that could not close over any such value
+      self.assertIsInstance(cm.exception, NotImplementedError)
+    return cm.exception
+
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_sharded_over_a_manual_axis(self, mesh):
+    v = _put(mesh, jnp.ones((4, 3)), P('i'))
+    def scaled(x):
+      return x * v.sum()
+    self.refused(
+        shard_map(scaled, in_specs=P('i'), out_specs=P('i')), v,
+        "'scaled'", 'f32[4@i,3]', "mesh axis 'i'",
+        'must be the same on all of the manual axes',
+        "in_specs=P('i', None)", 'jax.reshard(x, P(None, None))')
+
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_the_remedies_work(self, mesh):
+    v = _put(mesh, jnp.arange(12.).reshape(4, 3), P('i'))
+    kw = dict(out_specs=P('i'))
+    passed = shard_map(lambda x, v: x * v, in_specs=(P('i'), P('i', None)), **kw)
+    self.assertAllClose(passed(v, v), np.asarray(v) ** 2)
+    v_ = jax.reshard(v, P(None, None))
+    closed = shard_map(lambda x: x * v_.sum(), in_specs=P('i'), **kw)
+    self.assertAllClose(closed(v), np.asarray(v) * np.asarray(v).sum())
+
+  @jtu.with_explicit_mesh((2, 2, 2), ('i', 'j', 'k'))
+  def test_specs_in_the_message(self, mesh):
+    v = _put(mesh, jnp.ones((8, 8)), P(('i', 'j'), 'k'))
+    x = _put(mesh, jnp.ones(8), P('i'))
+    f = lambda **kw: shard_map(lambda x: x * v.sum(), in_specs=P('i'),
+                               out_specs=P('i'), **kw)
+    self.refused(f(axis_names={'i'}), x, 'f32[8@(i,j),8@k]', "mesh axis 'i'",
+                 "in_specs=P('i', None)", "jax.reshard(x, P('j', 'k'))")
+    self.refused(f(), x, "mesh axis 'i', 'j', 'k'",
+                 "in_specs=P(('i', 'j'), 'k')", "jax.reshard(x, P(None, None))")
+
+  @parameterized.parameters(
+      lambda v, x: x + v[0], lambda v, x: x + v.at[0].set(1.)[0],
+      lambda v, x: lax.scan(lambda c, _: (c, None), v, None, length=1)[0],
+      lambda v, x: jax.jit(lambda v: v)(v), lambda v, x: v,
+      lambda v, x: jnp.zeros_like(v), lambda v, x: lax.psum(v, 'i'),
+      lambda v, x: jax.vmap(jnp.sin)(v), lambda v, x: jax.grad(jnp.sum)(v),
+      lambda v, x: lax.cond(v[0, 0] > 0., lambda: x, lambda: x))
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_every_place(self, body, mesh):
+    v = _put(mesh, jnp.ones((4, 4)), P('i'))
+    f = shard_map(lambda x: body(v, x), in_specs=P('i'), out_specs=P('i'))
+    for call in f, jax.jit(f), jax.jit(lambda x: f(x)):
+      with self.assertRaisesRegex(ValueError, r'closes over .* f32\[4@i,4\]'):
+        call(v)
+
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_unreduced(self, mesh):
+    x = _put(mesh, jnp.ones(4), P('i'))
+    @jax.jit
+    def f(x):
+      v = jnp.einsum('i,i->', x, x, out_sharding=P(unreduced={'i'}))
+      return shard_map(lambda x: x * v, in_specs=P('i'), out_specs=P('i'))(x)
+    with self.assertRaisesRegex(
+        ValueError, r"f32\[\]\{U:i\}, which is unreduced over .*'i'"):
+      f(x)
+
+  @parameterized.parameters(
+      ((2,), ('k',)), ((4,), ('i',)), ((2, 2), ('i', 'k')))
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_other_mesh(self, shape, names, mesh):
+    other = _mesh(shape, names, (E,) * len(shape))
+    v = _put(other, jnp.arange(3.), P())
+    x = _put(mesh, jnp.ones((4, 3)), P('i'))
+    self.refused(shard_map(lambda x: x * v[0], in_specs=P('i'), out_specs=P('i')),
+                 x, 'f32[3]', str(other.abstract_mesh.shape_tuple)[1:-1].split(
+                     ',')[0].strip('('), "'i': 2")
+
+  @parameterized.parameters([slice(2, 4)], [slice(1, None, -1)])
+  def test_other_devices(self, which):
+    # the same names and sizes, so the same type: only arrays can tell
+    mesh = _mesh((2,), ('i',), (E,))
+    other = jax.sharding.Mesh(jax.devices()[:4][which], ('i',), axis_types=(E,))
+    v, x = _put(other, jnp.arange(3.), P()), _put(mesh, jnp.ones((4, 3)), P('i'))
+    kw = dict(in_specs=P('i'), out_specs=P('i'))
+    body = lambda x: x * v[0]
+    self.refused(shard_map(body, mesh=mesh, **kw), x, 'f32[3]', 'devices [0, 1]')
+    with jax.set_mesh(mesh):
+      self.refused(shard_map(body, **kw), x, 'f32[3]', 'devices [0, 1]')
+
+  @jtu.with_explicit_mesh((2,), ('i',))
+  def test_traceback_ends_in_the_body(self, mesh):
+    v = _put(mesh, jnp.ones((4, 3)), P('i'))
+    def body(x):
+      return x * v.sum()  # here
+    for call in (shard_map(body, in_specs=P('i'), out_specs=P('i')),
+                 jax.jit(shard_map(body, in_specs=P('i'), out_specs=P('i')))):
+      try:
+        with config.traceback_filtering('auto'):
+          call(v)
+      except ValueError as e:
+        *_, frame = traceback.extract_tb(e.__traceback__)
+      self.assertEqual((frame.filename, frame.name), (__file__, 'body'))
+
+  @jtu.with_explicit_mesh((2, 2), ('i', 'j'))
+  def test_the_inner_function_is_named(self, mesh):
+    v = _put(mesh, jnp.ones((4, 4)), P('i', 'j'))
+    def inner(x):
+      return x * v.sum()
+    def outer(x):
+      return shard_map(inner, in_specs=P(None, 'j'), out_specs=P(None, 'j'),
+                       axis_names={'j'})(x)
+    f = shard_map(outer, in_specs=P('i'), out_specs=P('i'), axis_names={'i'})
+    with self.assertRaisesRegex(ValueError, "'inner'"):
+      jax.jit(f)(v)
+
+
+SEED = """
+import jax, jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ('i',), axis_types=(AxisType.Explicit,))
+with jax.set_mesh(mesh):
+  w = jax.device_put(jnp.arange(1., 4.), P())
+  x = jax.device_put(jnp.arange(12.).reshape(4, 3), P('i'))
+  f = jax.shard_map(lambda x: jnp.sum(w * x, axis=-1), in_specs=P('i'),
+                    out_specs=P('i'))
+  print(CALL)
+"""
+
+
+class SubprocessTest(jtu.JaxTestCase):
+  """Programs that once took the process with them."""
+
+  @parameterized.parameters(
+      ('f(x)', '[ 8. 26. 44. 62.]'),
+      ('jax.jit(f)(x)', '[ 8. 26. 44. 62.]'),
+      ('jax.jit(jax.grad(lambda x: f(x).sum()))(x).sum(0)', '[ 4.  8. 12.]'))
+  def test_issue_29162(self, call, want):
+    env = dict(os.environ, JAX_NUM_CPU_DEVICES='2', JAX_PLATFORMS='cpu')
+    out = subprocess.run([sys.executable, '-c', SEED.replace('CALL', call)],
+                         env=env, capture_output=True, text=True)
+    self.assertEqual(out.returncode, 0, out.stderr)
+    self.assertEqual(out.stdout.strip(), want)
+
+
+
+if __name__ == '__main__':
+  absltest.main(testLoader=jtu.JaxTestLoader())
