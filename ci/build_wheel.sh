@@ -1,0 +1,65 @@
+#!/bin/bash
+# SPDX-License-Identifier: Apache-2.0
+#
+# Builds dist/jax-<VERSION>+explicit.<REVISION>-py3-none-any.whl from the sdist
+# of a release and the patches. It requires the jaxlib of that release exactly.
+# The same input gives the same bytes. jax/ in it is what `jax_patch.py apply`
+# makes, so jax.__version__ stays VERSION, which jaxlib and plugins compare
+# theirs with; importlib.metadata.version('jax') tells the wheels apart.
+#
+# usage: ci/build_wheel.sh [VERSION]
+#
+# Environment: DIST (default: dist in this repository), SOURCE_DATE_EPOCH, and
+# PYTHON (default: python3), any version that pip and jax_patch.py run on.
+set -euo pipefail
+
+if [[ ${1:-} == -* || $# -gt 1 ]]; then
+  sed -n '4,/^set/s/^# \{0,1\}//p' "$0"
+  exit 2
+fi
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+dist=${DIST:-$root/dist}
+python=${PYTHON:-python3}
+setuptools=80.9.0
+export SOURCE_DATE_EPOCH=${SOURCE_DATE_EPOCH:-315532800} # 1980, as in zips.
+export PIP_DISABLE_PIP_VERSION_CHECK=${PIP_DISABLE_PIP_VERSION_CHECK:-1}
+umask 022
+
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+"$python" "$root/ci/jax_patch.py" open ${1:+--release "$1"} "$work/jax"
+
+"$python" - "$root/ci/releases.json" "$work/jax" $setuptools <<'END'
+import json
+import pathlib
+import sys
+
+data = json.loads(pathlib.Path(sys.argv[1]).read_text())
+tree = pathlib.Path(sys.argv[2])
+version = next(line for line in (tree / 'PKG-INFO').read_text().splitlines()
+               if line.startswith('Version: ')).split()[1]
+release = next(r for r in data['releases'] if r['version'] == version)
+
+
+def replace(name, old, new):
+  text = (tree / name).read_text()
+  if text.count(old) != 1:
+    sys.exit(f'build_wheel.sh: {name} of JAX {version} has no {old!r}')
+  (tree / name).write_text(text.replace(old, new))
+
+
+replace('setup.py', '_version_module._get_version_for_build()',
+        f'"{version}+explicit.{data["revision"]}"')
+replace('setup.py', "f'jaxlib >={_minimum_jaxlib_version}, <={_jax_version}'",
+        f"'jaxlib =={release['jaxlib']}'")
+replace('pyproject.toml', 'requires = ["setuptools", "wheel"]',
+        f'requires = ["setuptools=={sys.argv[3]}"]')
+END
+
+"$python" -m pip wheel -q --no-deps --ignore-requires-python --no-cache-dir \
+  -w "$work/dist" "$work/jax"
+mkdir -p "$dist"
+for wheel in "$work"/dist/*.whl; do
+  mv "$wheel" "$dist/"
+  echo "built: $dist/${wheel##*/}"
+done

@@ -1,0 +1,253 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests of new_release.sh and upstream_branch.sh, on a tiny JAX."""
+
+import hashlib
+import io
+import json
+from pathlib import Path
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+_CI = Path(__file__).resolve().parent
+_VERSION = '_version = "{0}"\n_release_version: str = "{0}"\n'
+_CODE = ''.join(f'# line {i}\n' for i in range(30)) + 'X = 1\n# end\n'
+_BACKEND = '''
+import os, shutil
+def prepare_metadata_for_build_wheel(directory, config_settings=None):
+  d = os.path.join(directory, 'jax.dist-info')
+  os.mkdir(d)
+  shutil.copy('PKG-INFO', os.path.join(d, 'METADATA'))
+  return 'jax.dist-info'
+'''
+_UPSTREAM_TEST = '''\
+# Copyright 2001 The JAX Authors.
+#
+# License.
+
+class ShardMapTest:
+
+  def test_before(self):
+    pass
+
+  @decorator((2,))
+  def test_close_over_explicit_sharded_input_error(self, mesh):
+    old = 1
+
+    old = 2
+
+  def test_after(self):
+    pass
+'''
+_UPSTREAM_BUILD = '''\
+jax_multiplatform_test(
+    name = "shard_map_test",
+    deps = [],
+)
+
+other()
+'''
+_BUILD = '''\
+load("//jaxlib:jax.bzl", "jax_multiplatform_test")
+
+jax_multiplatform_test(
+    name = "new_test",
+    srcs = ["new_test.py"],
+)
+'''
+
+
+def _sdist(directory, version, code):
+  metadata = (f'Metadata-Version: 2.1\nName: jax\nVersion: {version}\n'
+              'Requires-Python: >=3.9\n'
+              f'Requires-Dist: jaxlib<={version},>=0.1\n')
+  directory.mkdir(exist_ok=True)
+  path = directory / f'jax-{version}.tar.gz'
+  with tarfile.open(path, 'w:gz') as tar:
+    for name, text in {
+        'jax/version.py': _VERSION.format(version), 'jax/_src/a.py': code,
+        'PKG-INFO': metadata, 'backend.py': _BACKEND,
+        'pyproject.toml': '[build-system]\nrequires = []\n'
+        'build-backend = "backend"\nbackend-path = ["."]\n'}.items():
+      info = tarfile.TarInfo(f'jax-{version}/{name}')
+      info.size = len(text)
+      tar.addfile(info, io.BytesIO(text.encode()))
+  return path
+
+
+def _run(*args, code=0, **kwargs):
+  run = subprocess.run([str(a) for a in args], capture_output=True, text=True,
+                       check=False, **kwargs)
+  assert run.returncode == code, run.stdout + run.stderr
+  return run.stderr if code else run.stdout
+
+
+@pytest.fixture(name='repo')
+def _repo(tmp_path, monkeypatch):
+  """A patch set for JAX 1.1, whose only patch changes X."""
+  repo = tmp_path / 'repo'
+  shutil.copytree(_CI, repo / 'ci', ignore=shutil.ignore_patterns(
+      '*_test.py', '__pycache__', 'releases.json'))
+  for name in 'JAX_PATCH_ROOT', 'JAX_PATCH_CACHE':
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setenv('PYTHON', sys.executable)
+  monkeypatch.setenv('PIP_NO_INDEX', '1')
+  monkeypatch.setenv('PIP_FIND_LINKS', str(tmp_path / 'links'))
+  for name in 'AUTHOR', 'COMMITTER':
+    monkeypatch.setenv(f'GIT_{name}_NAME', 'Dev')
+    monkeypatch.setenv(f'GIT_{name}_EMAIL', 'dev@example.com')
+  sdist = _sdist(tmp_path / 'links', '1.1', _CODE)
+  (repo / 'ci/releases.json').write_text(json.dumps(dict(revision=1, releases=[
+      dict(version='1.1', sdist=sdist.name, jaxlib='1.1', python='>=3.9',
+           sha256=hashlib.sha256(sdist.read_bytes()).hexdigest(), patches='.',
+           tested='never', files={})])))
+  tree = tmp_path / 'tree'
+  _run(repo / 'ci/jax_patch.py', 'open', '--stock', tree)
+  (tree / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 2'))
+  _run(repo / 'ci/jax_patch.py', 'refresh', tree)
+  patch = repo / 'jax/_src/a.py.patch'
+  patch.write_text(patch.read_text().replace('Description: TODO',
+                                             'Description: mine'))
+  return repo
+
+
+def _patch_dirs(repo):
+  data = json.loads((repo / 'ci/releases.json').read_text())
+  return {r['version']: r['patches'] for r in data['releases']}
+
+
+def _new_release(repo, version, content, *args, **kwargs):
+  _sdist(repo.parent / 'links', version, content)
+  said = _run(repo / 'ci/new_release.sh', version, *args, **kwargs)
+  if not kwargs:
+    tree = repo.parent / version
+    _run(repo / 'ci/jax_patch.py', 'open', '--release', version, tree)
+    assert 'X = 2' in (tree / 'jax/_src/a.py').read_text()
+  return said
+
+
+def test_release_with_the_same_patches(repo):
+  _new_release(repo, '1.2', _CODE.replace('line 0', 'LINE 0'))
+  assert _patch_dirs(repo) == {'1.2': '.', '1.1': '.'}
+  assert not (repo / 'backports').exists()
+  assert 'already' in _run(repo / 'ci/new_release.sh', '1.2', code=2)
+
+
+def test_newer_and_older_release(repo):
+  _new_release(repo, '1.2', '# more\n' + _CODE)
+  assert _patch_dirs(repo) == {'1.2': '.', '1.1': 'backports/1.1'}
+  _new_release(repo, '1.0', '# more\n# more\n' + _CODE)
+  assert _patch_dirs(repo) == {
+      '1.2': '.', '1.1': 'backports/1.1', '1.0': 'backports/1.0'}
+  for directory in '.', 'backports/1.1', 'backports/1.0':
+    patch = repo / directory / 'jax/_src/a.py.patch'
+    assert patch.read_text().startswith('Description: mine\n')
+
+
+def test_release_that_does_not_fit(repo):
+  code = _CODE.replace('X = 1', 'X = 7')
+  before = (repo / 'ci/releases.json').read_text()
+  said = _new_release(repo, '1.2', code, code=2)
+  port = repo / '.cache/port-1.2'
+  assert f'finish the patched tree {port}' in said
+  assert (repo / 'ci/releases.json').read_text() == before
+  (port / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 2'))
+  _new_release(repo, '1.2', code, port)
+  assert _patch_dirs(repo) == {'1.2': '.', '1.1': 'backports/1.1'}
+
+
+def test_release_that_does_not_exist(repo):
+  said = _run(repo / 'ci/new_release.sh', '9.9', code=2)
+  assert said.startswith('new_release.sh: cannot download JAX 9.9: ERROR')
+  assert said.count('\n') == 1
+
+
+@pytest.fixture(name='checkout')
+def _checkout(repo, tmp_path):
+  """A git checkout of JAX 1.1, and what is to be added to it."""
+  checkout = tmp_path / 'checkout'
+  for name, text in {
+      'jax/version.py': '_version = "1.1"\n', 'jax/_src/a.py': _CODE,
+      'tests/BUILD': _UPSTREAM_BUILD, 'tests/shard_map_test.py': _UPSTREAM_TEST,
+      'CHANGELOG.md': '# Changes\n\n## JAX 1.1\n\n* Old\n',
+      'pyproject.toml': ''}.items():
+    (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+    (checkout / name).write_text(text)
+  _git(checkout, 'init', '-q', '-b', 'main')
+  _git(checkout, 'add', '-A')
+  _git(checkout, 'commit', '-q', '-m', 'x')
+  (repo / 'BUILD').write_text(_BUILD)
+  (repo / 'tests').mkdir()
+  (repo / 'tests/new_test.py').write_text('# SPDX\n"""Doc."""\n')
+  return checkout
+
+
+def _git(checkout, *args):
+  return _run('git', '-C', checkout, *args)
+
+
+def _refused(repo, text, *args):
+  said = _run(repo / 'ci/upstream_branch.sh', *args, code=2)
+  assert text in said.splitlines()[-1]
+  assert said.count('upstream_branch.sh: ') == 1
+
+
+def test_upstream_branch(repo, checkout):
+  said = _run(repo / 'ci/upstream_branch.sh', checkout)
+  assert 'tests/new_test.py' in said and '//tests:new_test_cpu' in said
+  assert _git(checkout, 'status', '--porcelain') == ''
+  assert _git(checkout, 'log', '--format=%s').splitlines()[1:] == ['x']
+  read = lambda name: (checkout / name).read_text()
+  assert read('jax/_src/a.py') == _CODE.replace('X = 1', 'X = 2')
+  assert read('tests/BUILD') == _UPSTREAM_BUILD.replace(
+      ')\n\nother', ')\n\n' + _BUILD.split('\n\n')[1] + '\nother')
+  new = (repo / 'ci/upstream/replaced_test.txt').read_text()
+  head, tail = _UPSTREAM_TEST.split('  @decorator')
+  assert read('tests/shard_map_test.py') == (
+      head + new + '\n  def test_after' + tail.split('  def test_after')[1])
+  assert read('CHANGELOG.md') == (
+      '# Changes\n\n## Unreleased\n\n* New features\n'
+      + (repo / 'ci/upstream/changelog.md').read_text()
+      + '\n## JAX 1.1\n\n* Old\n')
+  header, _, doc = read('tests/new_test.py').partition('\n\n')
+  assert 'JAX Authors' in header and 'SPDX' not in header
+  assert doc == '"""Doc."""\n'
+  _refused(repo, 'has a branch', checkout)
+
+
+def test_upstream_entry_in_new_features(repo, checkout):
+  (checkout / 'CHANGELOG.md').write_text(
+      '## Unreleased\n\n* New features\n  * One\n\n## JAX 1.1\n')
+  _git(checkout, 'commit', '-qam', 'y')
+  _run(repo / 'ci/upstream_branch.sh', checkout)
+  entry = (repo / 'ci/upstream/changelog.md').read_text()
+  assert (checkout / 'CHANGELOG.md').read_text() == (
+      f'## Unreleased\n\n* New features\n{entry}  * One\n\n## JAX 1.1\n')
+
+
+def test_upstream_refusals(repo, checkout):
+  _refused(repo, 'no such directory', '/none')
+  _refused(repo, 'not the top of a git checkout', checkout / 'jax')
+  (checkout / 'new').touch()
+  _refused(repo, 'has changes', checkout)
+  (checkout / 'new').unlink()
+  (checkout / 'tests/new_test.py').touch()
+  _git(checkout, 'add', '-A')
+  _git(checkout, 'commit', '-qm', 'y')
+  _refused(repo, 'has tests/new_test.py already', checkout)
+  assert _git(checkout, 'branch', '--format=%(refname:short)') == 'main\n'
+  _git(checkout, 'rm', '-q', 'CHANGELOG.md')
+  _refused(repo, 'is not JAX', checkout)
+
+
+def test_upstream_hunk_that_does_not_apply(repo, checkout):
+  (checkout / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 7'))
+  _git(checkout, 'commit', '-qam', 'y')
+  _refused(repo, 'no branch is made', checkout)
+  assert _git(checkout, 'status', '--porcelain', '--branch') == '## main\n'
+  _refused(repo, '.rej files', '--reject', checkout)
+  assert (checkout / 'jax/_src/a.py.rej').exists()
+  assert _git(checkout, 'branch', '--show-current').startswith('shard-map')
