@@ -22,6 +22,9 @@ import types
 
 import pytest
 
+# pytest-xdist has threads; the forked processes here do not use them.
+pytestmark = pytest.mark.filterwarnings('ignore:.*fork:DeprecationWarning')
+
 _CI = Path(__file__).resolve().parent
 _SCRIPT = _CI / 'jax_patch.py'
 _FILES = {

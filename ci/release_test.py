@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of new_release.sh and upstream_branch.sh, on a tiny JAX."""
+"""Tests of new_release.sh, setup.sh and upstream_branch.sh, on a tiny JAX."""
 
 import hashlib
 import io
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 
 import pytest
 
@@ -68,7 +69,8 @@ def _sdist(directory, version, code):
   path = directory / f'jax-{version}.tar.gz'
   with tarfile.open(path, 'w:gz') as tar:
     for name, text in {
-        'jax/version.py': _VERSION.format(version), 'jax/_src/a.py': code,
+        'jax/version.py': _VERSION.format(version),
+        'jax/_src/a.py': code, 'jax/_src/b.py': 'Y = 1\n',
         'PKG-INFO': metadata, 'backend.py': _BACKEND,
         'pyproject.toml': '[build-system]\nrequires = []\n'
         'build-backend = "backend"\nbackend-path = ["."]\n'}.items():
@@ -76,6 +78,19 @@ def _sdist(directory, version, code):
       info.size = len(text)
       tar.addfile(info, io.BytesIO(text.encode()))
   return path
+
+
+def _wheel(directory, name, files=()):
+  """Makes a wheel of version 1.1."""
+  info = f'{name}-1.1.dist-info'
+  files = {**dict(files), f'{info}/METADATA':
+           f'Metadata-Version: 2.1\nName: {name}\nVersion: 1.1\n',
+           f'{info}/WHEEL': 'Wheel-Version: 1.0\nTag: py3-none-any\n'
+           'Generator: test\nRoot-Is-Purelib: true\n'}
+  record = ''.join(f'{f},,\n' for f in [*files, f'{info}/RECORD'])
+  with zipfile.ZipFile(directory / f'{name}-1.1-py3-none-any.whl', 'w') as z:
+    for path, text in {**files, f'{info}/RECORD': record}.items():
+      z.writestr(path, text)
 
 
 def _run(*args, code=0, **kwargs):
@@ -163,6 +178,50 @@ def test_release_that_does_not_exist(repo):
   said = _run(repo / 'ci/new_release.sh', '9.9', code=2)
   assert said.startswith('new_release.sh: cannot download JAX 9.9: ERROR')
   assert said.count('\n') == 1
+
+
+def test_setup(repo, monkeypatch):
+  tiny = {'jax/__init__.py': '', 'jax/version.py': _VERSION.format('1.1'),
+          'jax/_src/a.py': _CODE, 'jax/_src/b.py': 'Y = 1\n'}
+  _wheel(repo.parent / 'links', 'jax', tiny)
+  _wheel(repo.parent / 'links', 'jaxlib')
+  (repo / 'ci/requirements-test.txt').write_text('')
+  (repo / 'examples').mkdir()
+  (repo / 'examples/close_over_explicit_mesh.py').write_text(
+      'import jax._src.a\nprint("example:", jax._src.a.X)\n')
+  other = repo.parent / 'other'  # Must not be taken for the environment's JAX.
+  for name, text in tiny.items():
+    (other / name).parent.mkdir(parents=True, exist_ok=True)
+    (other / name).write_text(text)
+  monkeypatch.setenv('PYTHONPATH', str(other))
+  monkeypatch.setenv('JAX_PATCH_PYTHON', sys.executable)
+  monkeypatch.delenv('JAX_PATCH_VENV', raising=False)
+  monkeypatch.delenv('JAX_PATCH_JAX', raising=False)
+  def setup(text, x=2):
+    said = _run(repo / 'ci/setup.sh')
+    assert said.endswith(f'example: {x}\n') and text in said, said
+    assert (other / 'jax/_src/a.py').read_text() == _CODE
+  setup('Installing JAX 1.1')
+  a, = repo.glob('.venv/lib/python*/site-packages/jax/_src/a.py')
+  before = {f: f.stat().st_mtime for f in repo.rglob('*')
+            if '__pycache__' not in f.parts}
+  setup('already applied')
+  assert before == {f: f.stat().st_mtime for f in before}
+  _run(repo / 'ci/jax_patch.py', 'revert', a.parent.parent.parent)
+  setup('applied: JAX 1.1')
+  a.write_text('X = 9\n')
+  setup('Reinstalling JAX 1.1')
+  a.unlink()
+  setup('Reinstalling JAX 1.1')
+  tree = repo.parent / 'tree'
+  (tree / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 3'))
+  for y in 'Y = 2\n', 'Y = 1\n':  # Adds a patch, then drops it.
+    (tree / 'jax/_src/b.py').write_text(y)
+    _run(repo / 'ci/jax_patch.py', 'refresh', tree)
+    setup('Reinstalling JAX 1.1', 3)
+    assert (a.parent / 'b.py').read_text() == y
+  (repo / '.venv/.made_by_setup').write_text('')  # As if it had been killed.
+  setup('Installing JAX 1.1', 3)
 
 
 @pytest.fixture(name='checkout')

@@ -7,6 +7,7 @@
 # usage: ci/run_pytest_cpu.sh [PYTEST ARGUMENTS]
 #
 # Test files named replace tests/; they may be relative to this repository.
+# JAX_PATCH_JOBS is the number of processes (default: one per core).
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

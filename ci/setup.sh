@@ -21,6 +21,7 @@ venv=${JAX_PATCH_VENV:-$root/.venv}
 python=${JAX_PATCH_PYTHON:-}
 example=$root/examples/close_over_explicit_mesh.py
 export PIP_DISABLE_PIP_VERSION_CHECK=${PIP_DISABLE_PIP_VERSION_CHECK:-1}
+unset PYTHONPATH # It may lead to another JAX.
 
 die() {
   echo "setup.sh: $*" >&2
@@ -40,7 +41,7 @@ while [[ $# -gt 0 ]]; do
   esac
 done
 [[ $venv == /* ]] || venv=$PWD/$venv
-mark=$venv/.made_by_setup # Holds $key once the environment is complete.
+mark=$venv/.made_by_setup # What is installed, once that is complete.
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
@@ -112,22 +113,22 @@ pip_install() {
 }
 
 find_python
+patches=$(cksum <"$root/ci/releases.json")
 key="$version $jaxlib $(cksum <"$root/ci/requirements-test.txt") $("$py" -c '
 import sys; print(sys.version.split()[0], sys.base_prefix)')"
 
 if [[ -e $venv && ! -f $mark && -n $(ls -A "$venv") ]]; then
   die "$venv exists and this script did not make it; remove it or give --venv"
 fi
-if [[ -f $mark && $(cat "$mark") == "$key" ]]; then
-  case $(patch_jax status 2>&1 || true) in
-    applied:*) ;;
-    stock:* | interrupted:*) must 'cannot patch JAX' patch_jax apply ;;
-    *)
-      echo "Reinstalling JAX $version in $venv."
-      pip_install --force-reinstall --no-deps "jax==$version"
-      must 'cannot patch JAX' patch_jax apply
-      ;;
-  esac
+if [[ -f $mark && $(head -1 "$mark") == "$key" ]]; then
+  # With other patches than these, files may be patched that now are not.
+  state=$(tail -1 "$mark")
+  [[ $state != "$patches" ]] || state=$(patch_jax status 2>&1) || true
+  if [[ $state != applied:* && $state != stock:* &&
+    $state != interrupted:* ]]; then
+    echo "Reinstalling JAX $version in $venv."
+    pip_install --force-reinstall --no-deps "jax==$version"
+  fi
 else
   echo "Installing JAX $version in $venv with $py."
   # Of a virtual environment, perhaps this one, take the interpreter below.
@@ -138,10 +139,11 @@ else
   must "cannot make $venv" "$py" -m venv "$venv"
   pip_install "jax==$version" "jaxlib==$jaxlib" \
     -r "$root/ci/requirements-test.txt"
-  must 'cannot patch JAX' patch_jax apply
-  echo "$key" >"$mark"
 fi
-patch_jax status
+must 'cannot patch JAX' patch_jax apply
+[[ $(cat "$mark") == "$key"$'\n'"$patches" ]] ||
+  printf '%s\n' "$key" "$patches" >"$mark"
+cat "$log"
 
 if [[ -n $example ]]; then
   export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}

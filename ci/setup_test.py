@@ -10,8 +10,8 @@ import sys
 import pytest
 
 _SETUP = Path(__file__).resolve().parent / 'setup.sh'
-_TOOLS = ('bash cat cksum cp dirname find grep ls mkdir mktemp rm sed sort '
-          'tail').split()
+_TOOLS = ('bash cat cksum cp dirname find grep head ls mkdir mktemp rm sed '
+          'sort tail').split()
 
 
 @pytest.fixture(name='path')
