@@ -5,9 +5,13 @@ The rule: a function that closes over `w` is the same program as one that takes
 `w` as an argument, with the spec that mentions none of the newly manual axes.
 The argument form is the oracle of nearly every test here.
 """
+import contextlib
 from functools import partial
+import importlib.util
 import itertools as it
 import os
+import re
+import socket
 import subprocess
 import sys
 import traceback
@@ -15,6 +19,8 @@ from unittest import mock
 
 from absl.testing import absltest
 from absl.testing import parameterized
+import hypothesis
+from hypothesis import strategies as st
 import jax
 from jax import lax
 from jax import shard_map
@@ -98,7 +104,8 @@ BODIES = dict(
         lambda c: c.sum() < 50., lambda c: 2. * c, w),
     while_cond_const=lambda w, x: x + lax.while_loop(
         lambda c: c < w.sum(), lambda c: c + 1, 0),
-    cond_pred=lambda w, x: lax.cond(w[0] > 0., lambda a: a + 1., lambda a: a, x),
+    cond_pred=lambda w, x: lax.cond(
+        w[0] > 0., lambda a: a + 1., lambda a: a, x),
     cond_operand=lambda w, x: x + lax.cond(
         w[0] > 0., lambda a: a + 1., lambda a: a, w),
     cond_const=lambda w, x: lax.cond(
@@ -106,7 +113,8 @@ BODIES = dict(
     cond_varying=lambda w, x: lax.cond(
         lax.axis_index('x') == 0, lambda: w + x[0], lambda: 2. * x[0])
         + jnp.zeros_like(x),
-    switch=lambda w, x: lax.switch(w.astype(int)[0], [lambda a: a, lambda a: a * w], x),
+    switch=lambda w, x: lax.switch(
+        w.astype(int)[0], [lambda a: a, lambda a: a * w], x),
     associative_scan=lambda w, x: x + lax.associative_scan(jnp.add, w),
     # an argument of jit and transforms called in the body, or captured by them
     jit_arg=lambda w, x: x + jax.jit(lambda v: v * 2.)(w),
@@ -158,10 +166,12 @@ def _weight(mesh, spec=P()):
 
 def _batch(mesh, spec=P('x')):
   n = 2 * mesh.shape['x']
-  return _put(mesh, jnp.arange(4. * n, dtype='float32').reshape(n, 4) / 8., spec)
+  x = jnp.arange(4. * n, dtype='float32').reshape(n, 4) / 8.
+  return _put(mesh, x, spec)
 
 def _closure_form(body, in_specs, **kw):
-  return lambda w, x: shard_map(lambda x: body(w, x), in_specs=in_specs, **kw)(x)
+  return lambda w, x: shard_map(
+      lambda x: body(w, x), in_specs=in_specs, **kw)(x)
 
 def _argument_form(body, in_specs, w_spec=P(), **kw):
   return shard_map(body, in_specs=(w_spec, in_specs), **kw)
@@ -303,10 +313,11 @@ class MeshTest(SameProgramTestCase):
       return jax.jit(f)(w, x)
     self.assert_same_outcome(run, _closure_form, _argument_form)
 
-  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
-  def test_abstract_mesh(self, mesh):
+  def test_abstract_mesh(self):
+    mesh = _mesh((2, 2), ('x', 'y'), (E, E))
     w, x = _weight(mesh), _batch(mesh)
-    kw = dict(mesh=mesh.abstract_mesh, in_specs=P('x'), out_specs=P('x'))
+    amesh = jax.sharding.AbstractMesh((2, 2), ('x', 'y'), (E, E))
+    kw = dict(mesh=amesh, in_specs=P('x'), out_specs=P('x'))
     body = lambda w, x: x * w
     clos, arg = _closure_form(body, **kw), _argument_form(body, **kw)
     self.assert_same(clos(w, x), arg(w, x))
@@ -357,7 +368,8 @@ AROUND = dict(
     jacrev=lambda f: jax.jacrev(_loss(f)),
     jvp_of_grad=lambda f: lambda w, x: jax.jvp(
         jax.grad(_loss(f)), (w, x), (w, x)),
-    grad_of_grad=lambda f: jax.grad(lambda w, x: jax.grad(_loss(f))(w, x).sum()),
+    grad_of_grad=lambda f: jax.grad(
+        lambda w, x: jax.grad(_loss(f))(w, x).sum()),
     checkpoint=lambda f: jax.grad(_loss(jax.checkpoint(f)), (0, 1)),
     checkpoint_policy=lambda f: jax.grad(_loss(jax.checkpoint(
         f, policy=jax.checkpoint_policies.everything_saveable)), (0, 1)),
@@ -659,7 +671,8 @@ class RefusedTest(jtu.JaxTestCase):
   def test_the_remedies_work(self, mesh):
     v = _put(mesh, jnp.arange(12.).reshape(4, 3), P('i'))
     kw = dict(out_specs=P('i'))
-    passed = shard_map(lambda x, v: x * v, in_specs=(P('i'), P('i', None)), **kw)
+    passed = shard_map(lambda x, v: x * v, in_specs=(P('i'), P('i', None)),
+                       **kw)
     self.assertAllClose(passed(v, v), np.asarray(v) ** 2)
     v_ = jax.reshard(v, P(None, None))
     closed = shard_map(lambda x: x * v_.sum(), in_specs=P('i'), **kw)
@@ -709,19 +722,20 @@ class RefusedTest(jtu.JaxTestCase):
     other = _mesh(shape, names, (E,) * len(shape))
     v = _put(other, jnp.arange(3.), P())
     x = _put(mesh, jnp.ones((4, 3)), P('i'))
-    self.refused(shard_map(lambda x: x * v[0], in_specs=P('i'), out_specs=P('i')),
-                 x, 'f32[3]', str(other.abstract_mesh.shape_tuple)[1:-1].split(
-                     ',')[0].strip('('), "'i': 2")
+    f = shard_map(lambda x: x * v[0], in_specs=P('i'), out_specs=P('i'))
+    self.refused(f, x, 'f32[3]', f"'{names[0]}': {shape[0]}", "'i': 2")
 
   @parameterized.parameters([slice(2, 4)], [slice(1, None, -1)])
   def test_other_devices(self, which):
     # the same names and sizes, so the same type: only arrays can tell
     mesh = _mesh((2,), ('i',), (E,))
     other = jax.sharding.Mesh(jax.devices()[:4][which], ('i',), axis_types=(E,))
-    v, x = _put(other, jnp.arange(3.), P()), _put(mesh, jnp.ones((4, 3)), P('i'))
+    v = _put(other, jnp.arange(3.), P())
+    x = _put(mesh, jnp.ones((4, 3)), P('i'))
     kw = dict(in_specs=P('i'), out_specs=P('i'))
     body = lambda x: x * v[0]
-    self.refused(shard_map(body, mesh=mesh, **kw), x, 'f32[3]', 'devices [0, 1]')
+    self.refused(shard_map(body, mesh=mesh, **kw), x, 'f32[3]',
+                 'devices [0, 1]')
     with jax.set_mesh(mesh):
       self.refused(shard_map(body, **kw), x, 'f32[3]', 'devices [0, 1]')
 
@@ -752,6 +766,281 @@ class RefusedTest(jtu.JaxTestCase):
       jax.jit(f)(v)
 
 
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class ExecutionTest(SameProgramTestCase):
+  """The ways to run a program, and the modes of JAX that change them."""
+
+  BODIES = ['mul', 'identity', 'scan_const', 'jit_const', 'checkpoint_const']
+
+  def check(self, body, w, x, w_spec=P(), **kw):
+    kw = dict(in_specs=P('x'), out_specs=P('x')) | kw
+    clos = _closure_form(body, **kw)
+    arg = _argument_form(body, w_spec=w_spec, **kw)
+    want = jax.jit(arg)(w, x)
+    const = jax.jit(lambda x: clos(w, x))
+    self.assert_same(jax.jit(clos)(w, x), want)
+    self.assert_same(const(x), want)
+    self.assert_same(jax.jit(clos).lower(w, x).compile()(w, x), want)
+    self.assert_same(const.lower(x).compile()(x), want)
+    if config.use_shardy_partitioner.value:  # else neither form is exported
+      self.assert_same(self.exported(jax.jit(clos), w, x), want)
+      self.assert_same(self.exported(const, x), want)
+
+  def exported(self, f, *args):
+    exp = jax.export.export(f)(*args)
+    # JAX does not serialize the shardings of results on Auto axes.
+    if (importlib.util.find_spec('flatbuffers') and
+        jax.sharding.get_abstract_mesh().are_all_axes_explicit):
+      exp = jax.export.deserialize(exp.serialize())
+    return exp.call(*args)
+
+  @parameterized.product(name=BODIES, types=[(E, E), (E, A), (A, A)],
+                         option=['', 'jax_use_simplified_jaxpr_constants',
+                                 'gspmd'])
+  def test_under_jit(self, name, types, option):
+    if option == 'gspmd':
+      context = config.use_shardy_partitioner(False)
+    elif option:
+      context = config.use_simplified_jaxpr_constants(True)
+    else:
+      context = contextlib.nullcontext()
+    mesh = _mesh((2, 2), ('x', 'y'), types)
+    with jax.set_mesh(mesh), context:
+      w = _weight(mesh, P('y' if types[1] == E else None))
+      x = _batch(mesh, P('x' if types[0] == E else None,
+                         'y' if types[1] == E else None))
+      self.check(BODIES[name], w, x, axis_names={'x'})
+
+  @parameterized.parameters(BODIES)
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_disable_jit(self, name, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    kw = dict(in_specs=P('x'), out_specs=P('x'))
+    with jax.disable_jit():
+      self.assert_same(_closure_form(BODIES[name], **kw)(w, x),
+                       _argument_form(BODIES[name], **kw)(w, x))
+
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_same_hlo(self, mesh):
+    # names of computations and metadata aside
+    w, x = _weight(mesh, P('y')), _batch(mesh, P('x', 'y'))
+    kw = dict(in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
+    body = lambda w, x: jnp.sin(x * w) + lax.psum(x, 'x') + w
+    def hlo(form, transform):
+      f = jax.jit(transform(form(body, **kw)))
+      text = f.lower(w, x).compile().as_text()
+      text = re.sub(r', metadata=\{[^}]*\}|^HloModule.*$', '', text, flags=re.M)
+      return text.split('FileNames')[0]
+    for transform in lambda f: f, AROUND['grad']:
+      self.assertEqual(hlo(_closure_form, transform),
+                       hlo(_argument_form, transform))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_second_call_is_cached(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    traces = []
+    def body(x):
+      traces.append(x)
+      return x * w
+    f = jax.jit(shard_map(body, in_specs=P('x'), out_specs=P('x')))
+    self.assert_same(f(x), f(x))
+    self.assertLen(traces, 1)
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_one_argument_for_many_uses(self, mesh):
+    w, x = _weight(mesh), _batch(mesh)
+    f = lambda w, x: shard_map(
+        lambda x: x * w + jax.jit(lambda x: x - w)(x) + w.sum(),
+        in_specs=P('x'), out_specs=P('x'))(x)
+    eqn, = jax.make_jaxpr(f)(w, x).jaxpr.eqns
+    self.assertLen(eqn.invars, 2)
+    self.assertEqual(eqn.params['in_specs'], (P(), P('x')))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_no_constant_is_embedded(self, mesh):
+    w = _put(mesh, jnp.arange(1000.), P())
+    x = _put(mesh, jnp.ones((2, 1000)), P('x'))
+    f = lambda w, x: shard_map(lambda x: x * w + jnp.zeros_like(w),
+                               in_specs=P('x'), out_specs=P('x'))(x)
+    text = jax.jit(f).lower(w, x).as_text()
+    self.assertNotIn('dense<"0x', text)
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow')
+class RefTest(SameProgramTestCase):
+
+  def programs(self, body, **kw):
+    kw = dict(in_specs=P('x'), out_specs=P('x')) | kw
+    def closure(w, x):
+      ref = jax.new_ref(w)
+      return shard_map(lambda x: body(ref, x), **kw)(x), ref[...]
+    def argument(w, x):
+      ref = jax.new_ref(w)
+      f = shard_map(body, **dict(kw, in_specs=(P(), P('x'))))
+      return f(ref, x), ref[...]
+    return closure, argument
+
+  def read(ref, x):
+    return x * ref[...]
+
+  def write(ref, x):
+    ref[...] = 2. * ref[...]
+    ref[0] += 1.
+    return x * ref[...]
+
+  def loop(ref, x):
+    def step(i, x):
+      ref[i] = ref[i] * 2.
+      return x + ref[i]
+    return lax.fori_loop(0, 4, step, x)
+
+  @parameterized.product(body=[read, write, loop], axis_names=[(), ('x',)],
+                         check_vma=[True, False])
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_under_jit(self, mesh, body, axis_names, check_vma):
+    w, x = _weight(mesh), _batch(mesh)
+    closure, argument = self.programs(body, axis_names=set(axis_names),
+                                      check_vma=check_vma)
+    self.assert_same(jax.jit(closure)(w, x), jax.jit(argument)(w, x))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_eager(self, mesh):
+    # as for an argument
+    for program in self.programs(lambda ref, x: x * ref[...]):
+      with self.assertRaisesRegex(NotImplementedError, 'under `jax.jit`'):
+        program(_weight(mesh), _batch(mesh))
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow')
+class ReducedTest(SameProgramTestCase):
+
+  @parameterized.product(reduced=[('x',), ('y',), ('x', 'y')],
+                         transform=['value', 'grad', 'jvp'],
+                         check_vma=[True, False])
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_under_jit(self, mesh, reduced, transform, check_vma):
+    w, x = _weight(mesh), _batch(mesh)
+    spec = P(reduced=set(reduced))
+    def run(form):
+      def f(w, x):
+        kw = {} if form is _closure_form else dict(w_spec=spec)
+        f = form(lambda w, x: x * w, in_specs=P('x'), out_specs=P('x'),
+                 check_vma=check_vma, **kw)
+        return f(jax.reshard(w, spec), x)
+      return jax.jit(AROUND.get(transform, lambda f: f)(f))(w, x)
+    self.assert_same_outcome(run, _closure_form, _argument_form)
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_type_in_the_body(self, mesh):
+    seen = []
+    def f(w, x):
+      w = jax.reshard(w, P(reduced={'x'}))
+      def body(x):
+        seen.append(jax.typeof(w))
+        return x * w
+      return shard_map(body, in_specs=P('x'), out_specs=P('x'))(x)
+    jax.jit(f)(_weight(mesh), _batch(mesh))
+    self.assertEqual(seen[0].mat.reduced, {'x'})
+    self.assertEqual(seen[0].sharding.spec.reduced, set())
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class ConcreteArrayTest(SameProgramTestCase):
+  """Places that treat an array in another way than a tracer.
+
+  The closed-over array is concrete, and sharded over an axis that stays
+  Explicit.
+  """
+
+  @parameterized.named_parameters(
+      ('getitem', lambda w, x: x + w[0] + w[1:3].sum() + w[-1]),
+      ('iterate', lambda w, x: x + sum(w)),
+      ('reversed', lambda w, x: x + list(reversed(w))[0]),
+      ('unpack', lambda w, x: x + (lambda a, *b: a - b[0])(*w)),
+      ('psum', lambda w, x: x + lax.psum(w, 'x')[0]),
+      ('pmean', lambda w, x: x + lax.pmean(w, 'x')[0]),
+      ('zeros_like', lambda w, x: x + jnp.zeros_like(w)[0]),
+      ('empty_like', lambda w, x: x + jnp.empty_like(w)[0] * 0.),
+      ('at_get', lambda w, x: x + w.at[0].get()))
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  def test_sharded(self, body, mesh):
+    w = _put(mesh, jnp.arange(1., 17.).reshape(4, 4) / 7., P(None, 'y'))
+    x = _batch(mesh, P('x', 'y'))
+    kw = dict(in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
+    clos, arg = _closure_form(body, **kw), _argument_form(body, **kw)
+    def run(form):
+      return form(body, **kw)(w, x)
+    self.assert_same_outcome(run, _closure_form, _argument_form)
+    const = jax.jit(lambda x: clos(w, x))
+    self.assert_same(const(x), jax.jit(arg)(w, x))
+    self.assertEqual(_primitives(jax.make_jaxpr(const)(x)),
+                     _primitives(jax.make_jaxpr(jax.jit(arg))(w, x)))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  def test_iterate_over_what_is_refused(self, mesh):
+    v = _put(mesh, jnp.arange(4.), P('x'))
+    for body in (lambda x: x + sum(v), lambda x: x + list(reversed(v))[0],
+                 lambda x: x + lax.psum(v, 'x').sum()):
+      f = shard_map(body, in_specs=P('x'), out_specs=P('x'))
+      for call in f, jax.jit(f):
+        with self.assertRaisesRegex(ValueError, 'closes over'):
+          call(_batch(mesh))
+
+  @parameterized.parameters([(E,)], [(A,)])
+  def test_iterate_over_keys(self, types):
+    mesh = _mesh((2,), ('x',), types)
+    with jax.set_mesh(mesh):
+      keys = _put(mesh, jax.random.split(jax.random.key(0), 3), P())
+      x = _batch(mesh, P('x' if types == (E,) else None))
+      body = lambda keys, x: x + sum(jax.random.normal(k, (4,)) for k in keys)
+      kw = dict(in_specs=P('x'), out_specs=P('x'))
+      clos, arg = _closure_form(body, **kw), _argument_form(body, **kw)
+      self.assert_same(clos(keys, x), arg(keys, x))
+      self.assert_same(jax.jit(lambda x: clos(keys, x))(x),
+                       jax.jit(arg)(keys, x))
+
+  @jtu.with_explicit_mesh((2,), ('x',))
+  @config.enable_checks(True)
+  def test_custom_jvp_rule_that_calls_jvp(self, mesh):
+    # partial evaluation leaves the closed-over value in its environment
+    w, x = _weight(mesh), _batch(mesh)
+    def run(form):
+      f = form(lambda w, x: x * jax.jit(jnp.sin)(w), in_specs=P('x'),
+               out_specs=P('x'))
+      g = jax.custom_jvp(f)
+      g.defjvp(lambda primals, tangents: jax.jvp(f, primals, tangents))
+      return jax.jit(jax.grad(_loss(g), (0, 1)))(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.parameters(
+      lambda w, x: x + jax.sharding.auto_axes(
+          lambda v: 2. * v, axes='y', out_sharding=P('y'))(w),
+      lambda w, x: jax.sharding.auto_axes(
+          lambda x: 2. * x, axes='y', out_sharding=P(None, 'y'))(x) + w)
+  @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
+  @config.enable_checks(True)
+  def test_auto_axes_in_the_body(self, body, mesh):
+    w, x = _weight(mesh, P('y')), _batch(mesh, P('x', 'y'))
+    def run(form):
+      f = form(body, in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
+      return jax.jit(f)(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.parameters(True, False)
+  def test_sharding_constraint_with_the_outer_mesh(self, check_vma):
+    mesh = _mesh((2, 2), ('x', 'y'), (A, A))
+    x = jnp.arange(32.).reshape(4, 8)
+    sharding = NamedSharding(mesh, P(None, 'y'))
+    f = shard_map(lambda x: lax.with_sharding_constraint(x, sharding) * 2.,
+                  mesh=mesh, in_specs=P('x'), out_specs=P('x'),
+                  axis_names={'x'}, check_vma=check_vma)
+    self.assertAllClose(jax.jit(f)(x), 2. * x)
+    self.assertNotIn('reshard', _primitives(jax.make_jaxpr(f)(x)))
+
+
+
 SEED = """
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -778,6 +1067,168 @@ class SubprocessTest(jtu.JaxTestCase):
                          env=env, capture_output=True, text=True)
     self.assertEqual(out.returncode, 0, out.stderr)
     self.assertEqual(out.stdout.strip(), want)
+
+
+
+# How many programs a run of the fuzzer draws, and from which seed.
+FUZZ_EXAMPLES = int(os.environ.get('FUZZ_EXAMPLES', '25'))
+FUZZ_SEED = int(os.environ.get('FUZZ_SEED', '0'))
+FUZZ_SHARDS = 8
+
+
+@st.composite
+def fuzz_programs(draw):
+  """A mesh, weights with legal and illegal specs, and a program of bodies."""
+  shape = draw(st.sampled_from(
+      [(2,), (4,), (2, 2), (2, 4), (1, 2), (2, 1), (2, 2, 2)]))
+  names = tuple('xyz'[:len(shape)])
+  types = tuple(draw(st.sampled_from([E, E, A])) for _ in shape)
+  manual = draw(st.sampled_from([s for s in _subsets(names) if 'x' in s]))
+  explicit = [n for n, t in zip(names, types) if t == E]
+  specs = draw(st.lists(st.sampled_from([P(), P(), *map(P, explicit)]),
+                        min_size=1, max_size=3))
+  steps = draw(st.lists(
+      st.tuples(st.sampled_from(sorted(BODIES)), st.sampled_from(range(3))),
+      min_size=1, max_size=4))
+  around = draw(st.sampled_from(['value', 'value', 'eager', *sorted(AROUND)]))
+  # Weights that no step uses would be refused in the argument form alone.
+  used = sorted({i % len(specs) for _, i in steps})
+  steps = [(name, used.index(i % len(specs))) for name, i in steps]
+  specs = [specs[i] for i in used]
+  return dict(shape=shape, names=names, types=types, manual=manual, specs=specs,
+              steps=steps, around=around, check_vma=draw(st.booleans()))
+
+
+@jtu.with_config(jax_numpy_rank_promotion='allow',
+                 jax_numpy_dtype_promotion='standard')
+class FuzzTest(SameProgramTestCase):
+
+  def outcome(self, form, shape, names, types, manual, specs, steps, around,
+              check_vma):
+    mesh = _mesh(shape, names, types)
+    explicit = [n for n, t in zip(names, types) if t == E]
+    rows = tuple(n for n in manual if n in explicit) or None
+    with jax.set_mesh(mesh):
+      ws = [_put(mesh, jnp.arange(1. + i, 5. + i), s)
+            for i, s in enumerate(specs)]
+      x = _put(mesh, jnp.arange(64., dtype='float32').reshape(16, 4) / 64.,
+               P(rows))
+      def body(ws, x):
+        for name, i in steps:
+          x = BODIES[name](ws[i], x)
+        return x
+      f = form(body, in_specs=P(manual), out_specs=P(manual),
+               axis_names=set(manual), check_vma=check_vma)
+      g = lambda w, x: f([w, *ws[1:]], x)
+      if around not in ('value', 'eager'):
+        g = AROUND[around](g)
+      if around != 'eager':
+        g = jax.jit(g)
+      try:
+        return g(ws[0], x)
+      except Exception as e:
+        return e
+
+  def check(self, program):
+    got = self.outcome(_closure_form, **program)
+    if any(n in program['manual'] for s in program['specs']
+           for n in s.partitions):
+      self.assertIsInstance(got, ValueError)
+      return
+    want = self.outcome(_argument_form, **program)
+    if not isinstance(want, Exception):
+      if isinstance(got, Exception):
+        raise got
+      jax.tree.map(lambda a, b: self.assertEqual(jax.typeof(a), jax.typeof(b)),
+                   got, want)
+      self.assertAllClose(got, want, rtol=1e-5, atol=1e-5)
+    else:
+      self.assertIsInstance(got, Exception, str(want))
+      # An AssertionError is JAX's own failure to say what is wrong.
+      if not isinstance(want, AssertionError):
+        kinds = ValueError if isinstance(want, ValueError) else type(want)
+        self.assertIsInstance(got, kinds, str(want))
+
+  @parameterized.parameters(range(FUZZ_SHARDS))
+  def test_programs(self, shard):
+    @hypothesis.seed(FUZZ_SHARDS * FUZZ_SEED + shard)
+    @hypothesis.settings(
+        max_examples=FUZZ_EXAMPLES, deadline=None, database=None,
+        suppress_health_check=list(hypothesis.HealthCheck),
+        phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])
+    @hypothesis.given(fuzz_programs())
+    def run(program):
+      self.check(program)
+    run()
+
+
+
+PROCESS = """
+import sys
+import jax
+jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+jax.distributed.initialize(f'127.0.0.1:{sys.argv[1]}', 2, int(sys.argv[2]))
+import numpy as np
+from jax import lax, shard_map
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+mesh = jax.make_mesh((4,), ('x',), axis_types=(AxisType.Explicit,))
+jax.set_mesh(mesh)
+
+def put(a, spec):
+  return jax.make_array_from_callback(
+      a.shape, NamedSharding(mesh, spec), lambda i: a[i])
+
+w = put(np.arange(1., 5., dtype='float32'), P())
+x = put(np.arange(32., dtype='float32').reshape(8, 4), P('x'))
+assert not w.is_fully_addressable
+kw = dict(in_specs=P('x'), out_specs=P('x'))
+body = lambda w, x: x * w + lax.psum(x.sum(), 'x')
+clos = lambda w, x: shard_map(lambda x: body(w, x), **kw)(x)
+arg = shard_map(body, **dict(kw, in_specs=(P(), P('x'))))
+loss = lambda f: lambda w, x: (f(w, x) ** 2).sum()
+
+def same(a, b):
+  assert jax.typeof(a) == jax.typeof(b)
+  for s, t in zip(a.addressable_shards, b.addressable_shards):
+    np.testing.assert_array_equal(s.data, t.data)
+
+want = jax.jit(arg)(w, x)
+same(clos(w, x), arg(w, x))
+same(jax.jit(clos)(w, x), want)
+same(jax.jit(lambda x: clos(w, x))(x), want)
+same(jax.jit(jax.grad(loss(clos)))(w, x), jax.jit(jax.grad(loss(arg)))(w, x))
+try:
+  jax.jit(shard_map(lambda y: y * x.sum(), **kw))(x)
+except ValueError as e:
+  assert 'f32[8@x,4]' in str(e)
+else:
+  raise AssertionError('not refused')
+print('done')
+"""
+
+
+class TwoProcessTest(jtu.JaxTestCase):
+
+  def test_not_fully_addressable(self):
+    if not jtu.test_device_matches(['cpu']):
+      self.skipTest('starts CPU processes')
+    with socket.socket() as s:
+      s.bind(('127.0.0.1', 0))
+      port = str(s.getsockname()[1])
+    env = dict(os.environ, JAX_NUM_CPU_DEVICES='2', JAX_PLATFORMS='cpu')
+    processes = [
+        subprocess.Popen([sys.executable, '-c', PROCESS, port, str(i)], env=env,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                         text=True) for i in range(2)]
+    try:
+      outs = [p.communicate(timeout=300)[0] for p in processes]
+    finally:
+      for p in processes:
+        p.kill()
+    for p, out in zip(processes, outs):
+      self.assertEqual(p.returncode, 0, out)
+      self.assertIn('done', out)
 
 
 
