@@ -60,6 +60,9 @@ candidates() {
   fi
   echo python3
   printf 'python3.%s\n' 16 15 14 13 12 11 10 9
+  local prefix # Of a python3 that pyenv installed, wherever that is.
+  prefix=$(python3 -c 'import sys; print(sys.base_prefix)' 2>/dev/null) || true
+  [[ $prefix != */versions/* ]] || printf '%s\n' "${prefix%/*}"/*/bin/python
   printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python \
     "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/*/bin/python
 }
