@@ -24,6 +24,9 @@ from hypothesis import strategies as st
 import jax
 from jax import lax
 from jax import shard_map
+from jax.experimental import checkify
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
 from jax._src import config
 from jax._src import core
 from jax._src import shard_map as shard_map_lib
@@ -147,7 +150,20 @@ BODIES = dict(
         lax.pcast(w, 'x', to='varying'), 'x').sum(0),
     ppermute=lambda w, x: x + lax.ppermute(
         lax.pcast(w, 'x', to='varying'), 'x', [(0, 0)]),
+    all_to_all=lambda w, x: x + lax.all_to_all(
+        lax.pcast(w, 'x', to='varying'), 'x', 0, 0, tiled=True),
+    # handed to the host, or to a kernel
+    debug_print=lambda w, x: (jax.debug.print('{}', w.sum()), x)[1],
+    pure_callback=lambda w, x: x + jax.pure_callback(
+        lambda w: np.sin(w), jax.typeof(w), w),
+    io_callback=lambda w, x: x + io_callback(
+        lambda w: np.sin(w), jax.typeof(w), w),
+    pallas=lambda w, x: x + pl.pallas_call(
+        _double, out_shape=jax.typeof(w), interpret=True)(w),
 )
+
+def _double(x_ref, y_ref):
+  y_ref[...] = 2. * x_ref[...]
 
 @jax.custom_vjp
 def _cubed(v):
@@ -1000,6 +1016,26 @@ class ConcreteArrayTest(SameProgramTestCase):
       self.assert_same(clos(keys, x), arg(keys, x))
       self.assert_same(jax.jit(lambda x: clos(keys, x))(x),
                        jax.jit(arg)(keys, x))
+
+  @parameterized.product(types=[(E,), (A,)], inside=[True, False])
+  def test_checkify(self, types, inside):
+    # https://github.com/jax-ml/jax/issues/40907
+    mesh = _mesh((2,), ('x',), types)
+    with jax.set_mesh(mesh):
+      w, x = _weight(mesh), _batch(mesh, P('x' if types == (E,) else None))
+      def f(w, x):
+        def body(x):
+          if inside:
+            checkify.check(jnp.all(w > 0.), 'negative: {w0}', w0=w[0])
+          return x * w
+        if not inside:
+          checkify.check(jnp.all(w > 0.), 'negative: {w0}', w0=w[0])
+        return shard_map(body, in_specs=P('x'), out_specs=P('x'))(x)
+      checked = jax.jit(checkify.checkify(f))
+      error, y = checked(w, x)
+      self.assertIsNone(error.get())
+      self.assertAllClose(y, np.asarray(x) * np.asarray(w))
+      self.assertIn('negative: -1.0', checked(-w, x)[0].get())
 
   @jtu.with_explicit_mesh((2,), ('x',))
   @config.enable_checks(True)
