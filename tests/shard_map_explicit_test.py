@@ -702,7 +702,7 @@ class RefusedTest(jtu.JaxTestCase):
                                out_specs=P('i'), **kw)
     self.refused(f(axis_names={'i'}), x, 'f32[8@(i,j),8@k]', "mesh axis 'i'",
                  "in_specs=P('i', None)", "jax.reshard(x, P('j', 'k'))")
-    self.refused(f(), x, "mesh axis 'i', 'j', 'k'",
+    self.refused(f(), x, "mesh axes 'i', 'j', 'k'",
                  "in_specs=P(('i', 'j'), 'k')", "jax.reshard(x, P(None, None))")
 
   @parameterized.parameters(
