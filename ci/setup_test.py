@@ -24,7 +24,7 @@ def _path(tmp_path):
   return bin_dir
 
 
-def _python(path, name, code):
+def _python(path, name, code, prefix='/usr'):
   """Puts a Python on PATH that runs `code` first."""
   (path / name).write_text(
       f'#!/bin/bash\nexport PYTHONPATH={path}/{name}_site\n'
@@ -32,7 +32,7 @@ def _python(path, name, code):
   (path / name).chmod(0o755)
   (path / f'{name}_site').mkdir()
   (path / f'{name}_site' / 'sitecustomize.py').write_text(
-      'import sys\n' + code)
+      f'import sys\nsys.base_prefix = {str(prefix)!r}\n' + code)
 
 
 def _setup(*args, path=None, **env):
@@ -74,6 +74,20 @@ def test_python_that_does_not_run_is_passed_over(path, tmp_path):
           'sys.modules["ensurepip"] = None\n')
   _refused('python3.13 has no venv module', path=path)
   _python(path, 'python3.12', 'sys.version_info = (3, 12, 0)\n')
+  taken = tmp_path / 'taken'
+  (taken / 'mine').mkdir(parents=True)
+  _refused('did not make it', '--venv', taken, path=path)  # The next step.
+
+
+def test_pyenv_wherever_it_is(path, tmp_path):
+  versions = tmp_path / 'pyenv' / 'versions'
+  for version in '3.9', '3.12':
+    (versions / version / 'bin').mkdir(parents=True)
+  _python(path, 'python3', 'sys.version_info = (3, 9, 0)\n',
+          prefix=versions / '3.9')
+  _refused('this is 3.9', path=path)
+  _python(versions / '3.12' / 'bin', 'python',
+          'sys.version_info = (3, 12, 0)\n')
   taken = tmp_path / 'taken'
   (taken / 'mine').mkdir(parents=True)
   _refused('did not make it', '--venv', taken, path=path)  # The next step.
