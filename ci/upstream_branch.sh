@@ -113,8 +113,10 @@ fi
 
 # The other files, and the patched ones for ruff.
 mkdir "$work/tree"
+pjit_test=$(in_checkout ls-files -- tests/pjit_test.py)
 in_checkout checkout-index --prefix="$work/tree/" -- pyproject.toml \
-  CHANGELOG.md tests/BUILD tests/shard_map_test.py "${files[@]}"
+  CHANGELOG.md tests/BUILD tests/shard_map_test.py ${pjit_test:+"$pjit_test"} \
+  "${files[@]}"
 for test in "$root"/tests/*_test.py; do
   ! in_checkout cat-file -e "HEAD:tests/${test##*/}" 2>/dev/null ||
     die "$checkout has tests/${test##*/} already"
