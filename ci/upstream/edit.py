@@ -31,8 +31,9 @@ def _expect_no_reshard(text):
 
   It is in test_shmap_close_over_partial_auto of pjit_test.py.
   """
-  return re.sub(r"(def test_shmap_close_over_partial_auto\((?:.*\n)*?.*)"
-                r"assertIn\('reshard'", r"\1assertNotIn('reshard'", text, count=1)
+  return re.sub(
+      r"(def test_shmap_close_over_partial_auto\((?:.*\n)*?.*)"
+      r"assertIn\('reshard'", r"\1assertNotIn('reshard'", text, count=1)
 
 
 def _add_targets(text):
