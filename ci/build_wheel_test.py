@@ -3,9 +3,12 @@
 
 import os
 from pathlib import Path
+import re
 import subprocess
 import sys
+import zipfile
 
+from packaging import specifiers
 import pytest
 
 _CI = Path(__file__).resolve().parent
@@ -33,6 +36,13 @@ def test_wheel(tmp_path):
     wheels.append(wheel)
   assert wheels[0].read_bytes() == wheels[1].read_bytes()
   assert wheel.name.startswith(f'jax-{version}+explicit.')
+  with zipfile.ZipFile(wheel) as z:
+    name, = (n for n in z.namelist() if n.endswith('.dist-info/METADATA'))
+    metadata = z.read(name).decode()
+  jaxlibs = re.findall(r'^Requires-Dist: jaxlib(.*?)(?:;|$)', metadata, re.M)
+  assert f'=={jaxlib}' in jaxlibs
+  for spec in jaxlibs:
+    assert specifiers.SpecifierSet(spec).contains(jaxlib), spec
 
   _run(sys.executable, '-m', 'venv', tmp_path / 'venv')
   python = tmp_path / 'venv' / 'bin' / 'python'
@@ -43,3 +53,20 @@ def test_wheel(tmp_path):
                   version, jaxlib]
   if _EXAMPLE.exists():
     print(_run(python, _EXAMPLE, JAX_PLATFORMS='cpu', JAX_NUM_CPU_DEVICES='8'))
+
+
+@pytest.mark.parametrize('text,args,env', [
+    ('VERSION is empty', [''], {}),
+    ('unknown argument --x', ['--x'], {}),
+    ('unknown argument 2', ['1', '2'], {}),
+    ('no patches for JAX 0.1', ['0.1'], {}),
+    ('/none is no Python', [], dict(PYTHON='/none')),
+    ('/bin/false is no Python', [], dict(PYTHON='/bin/false')),
+    ('cannot make /dev/null/dist', [], dict(DIST='/dev/null/dist'))])
+def test_refusals(tmp_path, text, args, env):
+  run = subprocess.run(
+      [_CI / 'build_wheel.sh', *args], capture_output=True, text=True,
+      check=False, env={**os.environ, 'PYTHON': sys.executable,
+                        'DIST': str(tmp_path), **env})
+  assert run.returncode == 2
+  assert text in run.stderr and run.stderr.count('\n') == 1

@@ -9,7 +9,13 @@
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-[[ ${1:-} =~ ^[0-9]+$ ]] || { echo "usage: ci/fuzz.sh MINUTES [FIRST_SEED]" >&2; exit 2; }
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '4,/^set/s/^# \{0,1\}//p' "$0" && exit
+fi
+if [[ ! "${1:-} ${2:-1}" =~ ^[1-9][0-9]*\ [0-9]+$ || $# -gt 2 ]]; then
+  echo 'fuzz.sh: usage: ci/fuzz.sh MINUTES [FIRST_SEED]; see --help' >&2
+  exit 2
+fi
 end=$((SECONDS + 60 * $1))
 export FUZZ_EXAMPLES=${FUZZ_EXAMPLES:-25} FUZZ_SEED=${2:-1}
 

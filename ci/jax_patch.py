@@ -12,6 +12,9 @@ made by `open`, then run `refresh`. Only the header of a patch, all that is
 above its "diff --git" line, is written by hand; `refresh` keeps it. For a new
 revision, raise "revision" in releases.json, then `refresh` every release.
 
+A symbolic link in a target's jax/ is refused: what it leads to, as a package
+cache, may be in others' use.
+
 Bad input gets one line on stderr and exit status 2.
 
 environment variables:
@@ -30,17 +33,23 @@ import json
 import os
 from pathlib import Path
 import re
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
+from urllib import parse
 
 _ROOT = Path(os.environ.get('JAX_PATCH_ROOT') or
-             Path(__file__).resolve().parent.parent)
+             Path(__file__).resolve().parent.parent).resolve()
 _DATA = _ROOT / 'ci' / 'releases.json'
 _TEMP_SUFFIX = '.jax_patch'
+_PROBE_SECONDS = 60
+_RELEASE_FIELDS = {'version': str, 'sdist': str, 'sha256': str, 'jaxlib': str,
+                   'python': str, 'patches': str, 'tested': str, 'files': dict}
 
 _HEADER = '''\
 Description: TODO
@@ -66,6 +75,29 @@ class Refusal(Exception):
   """Something the user has to know, in one line."""
 
 
+@contextlib.contextmanager
+def _naming(f):
+  """Makes errors name `f`; those of a write name no file."""
+  try:
+    yield
+  except OSError as e:
+    e.filename = str(f)
+    raise
+
+
+def _bytes(f):
+  if f.exists() and not f.is_file():  # Might never end.
+    raise Refusal(f'not a regular file: {f}')
+  return f.read_bytes()
+
+
+def _text(f):
+  try:
+    return _bytes(f).decode()
+  except UnicodeDecodeError:
+    raise Refusal(f'not UTF-8: {f}') from None
+
+
 def _sha256(data):
   return hashlib.sha256(data).hexdigest()
 
@@ -85,14 +117,34 @@ def _fits_python(spec, python):
   return True
 
 
+def _data_problem(data):
+  """What is wrong with the form of releases.json, or None."""
+  if not isinstance(data, dict) or not isinstance(data.get('revision'), int):
+    return 'no revision'
+  if not isinstance(data.get('releases'), list) or not data['releases']:
+    return 'no releases'
+  for i, r in enumerate(data['releases']):
+    for name, kind in _RELEASE_FIELDS.items():
+      if not isinstance(r, dict) or not isinstance(r.get(name), kind):
+        return f'release {i} has no {name}'
+    for path, known in r['files'].items():
+      if not isinstance(known, dict) or 'stock' not in known or not all(
+          k == 'stock' or k.isdigit() for k in known):
+        return f'release {i} has no sha256s of {path}'
+  return None
+
+
 class _Data:
   """ci/releases.json."""
 
   def __init__(self):
     try:
-      self.json = json.loads(_DATA.read_text())
+      self.json = json.loads(_text(_DATA))
+      problem = _data_problem(self.json)
     except ValueError as e:
-      raise Refusal(f'{_DATA}: {e}') from None
+      problem = e
+    if problem:
+      raise Refusal(f'{_DATA}: {problem}')
     self.revision = self.json['revision']
     self.releases = sorted(self.json['releases'], reverse=True,
                            key=lambda r: _numbers(r['version']))
@@ -139,8 +191,9 @@ def _write_if_changed(path, data):
     return
   path.parent.mkdir(parents=True, exist_ok=True)
   temp = path.with_name(path.name + _TEMP_SUFFIX)
-  temp.write_bytes(data)
-  os.replace(temp, path)
+  with _naming(path):
+    temp.write_bytes(data)
+    os.replace(temp, path)
   print(f'wrote {os.path.relpath(path, _ROOT)}')
 
 
@@ -148,51 +201,93 @@ def _write_if_changed(path, data):
 
 
 def _refuse_editable(direct_url):
-  info = json.loads(direct_url or '{}')
-  if info.get('dir_info', {}).get('editable'):
+  try:
+    info = json.loads(direct_url or '{}')
+    url = info.get('dir_info', {}).get('editable') and parse.urlsplit(
+        info['url'])
+  except (ValueError, LookupError, AttributeError, TypeError):
+    raise Refusal("cannot read the direct_url.json of the target's JAX"
+                  ) from None
+  if url:
     raise Refusal('this is an editable install: point at the checkout, '
-                  + info['url'].replace('file://', '', 1))
+                  + parse.unquote(url.path))
 
 
 def _locate(target):
   """The directory that holds the target's jax/."""
+  if not str(target):
+    raise Refusal('the target is empty')
   path = Path(target)
   if not path.exists():
     path = Path(shutil.which(target) or target)
   if path.is_file():
     return _locate_interpreter(path)
-  if not path.is_dir():
+  if not path.exists():
     raise Refusal(f'no such file or directory: {target}')
+  if not path.is_dir():
+    raise Refusal(f'neither a file nor a directory: {target}')
   if not (path / 'jax' / 'version.py').is_file():
     for url in path.glob('jax-*.dist-info/direct_url.json'):
-      _refuse_editable(url.read_text())
+      _refuse_editable(_text(url))
     raise Refusal(f'{target} is not JAX: it has no jax/version.py')
   return path.resolve()
 
 
-def _locate_interpreter(path):
-  try:
-    run = subprocess.run(
-        [os.path.abspath(path), '-c', _PROBE], capture_output=True, text=True,
-        cwd=os.sep, stdin=subprocess.DEVNULL, check=False)
-    error = run.returncode and ((run.stderr.strip() or 'no output')
-                                .splitlines()[-1])
-  except OSError as e:
-    error = e.strerror
+def _ask(python):
+  """Runs the probe; returns its output, or refuses.
+
+  The program may be anything: its time and output are limited, and it gets no
+  pipe, which a child that it leaves behind could hold open.
+  """
+  limit = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 24,) * 2)
+  with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+    try:
+      run = subprocess.Popen(
+          [os.path.abspath(python), '-c', _PROBE], cwd=os.sep, stdout=out,
+          stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
+          preexec_fn=limit)
+      try:
+        error = run.wait(_PROBE_SECONDS) and f'exit status {run.returncode}'
+      except BaseException:
+        os.killpg(run.pid, signal.SIGKILL)
+        run.wait()
+        raise
+    except subprocess.TimeoutExpired:
+      raise Refusal(f'{python} does not run as Python: no answer in '
+                    f'{_PROBE_SECONDS} seconds') from None
+    except OSError as e:
+      error = e.strerror
+    said = []
+    for f in out, err:
+      f.seek(0)
+      said.append(f.read().decode(errors='replace').strip())
   if error:
-    raise Refusal(f'{path} does not run as Python 3.9 or newer: {error}')
+    raise Refusal(f'{python} does not run as Python 3.9 or newer: '
+                  + (said[1].splitlines() or [error])[-1])
+  return said[0]
+
+
+def _locate_interpreter(path):
+  said = _ask(path)
   try:
-    origin, url = json.loads(run.stdout.splitlines()[-1])
+    origin, url = json.loads(said.splitlines()[-1])
+    root = Path(origin or os.sep).parent.parent
+    if not root.is_absolute():
+      raise ValueError
   except (ValueError, IndexError, TypeError):
     raise Refusal(f'{path} is not a Python interpreter') from None
   _refuse_editable(url)
   if not origin:
     raise Refusal(f'{path} has no JAX installed')
-  return Path(origin).resolve().parent.parent
+  for archive in root, *root.parents:
+    if archive.is_file():
+      raise Refusal(f'the JAX of {path} is in a zip file, {archive}; '
+                    'install it unpacked')
+  return _locate(root)
 
 
 def _version(root):
-  text = (root / 'jax' / 'version.py').read_text()
+  text = _text(root / 'jax' / 'version.py')
   found = re.search(r'''^_version = ['"]([\d.]+)['"]''', text, re.M)
   if not found:
     raise Refusal(f'{root} is not JAX: jax/version.py has no _version')
@@ -226,7 +321,7 @@ class _Tree:
     self.states = {}  # path -> 'stock', 'patched', a revision, or 'changed'
     for path, known in self.release['files'].items():
       try:
-        sha = _sha256((root / path).read_bytes())
+        sha = _sha256(_bytes(root / path))
       except FileNotFoundError:
         sha = None
       if sha == known['stock']:
@@ -266,6 +361,12 @@ class _Tree:
 
   def check_own(self):
     """Refuses a tree whose files are not the release's or the patches'."""
+    for path in self.states:
+      for f in (self.root / path, *(self.root / path).parents):
+        if self.root in f.parents and f.is_symlink():
+          raise Refusal(
+              f'{f} is a symbolic link to {f.resolve()}, which others may use: '
+              'install JAX with --link-mode hardlink or --link-mode copy')
     state, revision, detail = self.status()
     if state == 'changed':
       raise Refusal(
@@ -300,7 +401,8 @@ def _clean_env(directory):
 
 @contextlib.contextmanager
 def _scratch():
-  with tempfile.TemporaryDirectory(prefix='jax_patch') as d:
+  with _naming(tempfile.gettempdir()), tempfile.TemporaryDirectory(
+      prefix='jax_patch') as d:
     yield Path(d).resolve()
 
 
@@ -349,7 +451,7 @@ def _write_temp(f, data):
   temp = f.with_name(f'.{f.name}{_TEMP_SUFFIX}')
   old = f.stat()
   fd = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-  with os.fdopen(fd, 'wb') as out:
+  with _naming(f), os.fdopen(fd, 'wb') as out:
     out.write(data)
     out.flush()
     if hasattr(os, 'fchown') and (old.st_uid, old.st_gid) != (
@@ -496,8 +598,16 @@ def _header(patch):
                   flags=re.M)[0]
 
 
+def _check_finished(tree):
+  """Refuses a tree in which hunks that did not apply lie about."""
+  for f in sorted(tree.glob('jax/**/*')):
+    if f.suffix in ('.rej', '.orig'):
+      raise Refusal(f'{f} is there: finish the tree, then remove it')
+
+
 def _changes(stock, tree):
   """Path -> new bytes, of what differs in a patched tree."""
+  _check_finished(tree)
   changed = {}
   for path, content in stock.items():
     f = tree / path
@@ -600,9 +710,12 @@ def _open(data, args):
   directory = Path(args.dir)
   if directory.exists():
     raise Refusal(f'{directory} exists')
-  sdist = _sdist(release, args.sdist)
   parent = directory.absolute().parent
-  with tempfile.TemporaryDirectory(dir=parent, prefix='.open') as d:
+  if not parent.is_dir():
+    raise Refusal(f'no such directory: {parent}')
+  sdist = _sdist(release, args.sdist)
+  with _naming(parent), tempfile.TemporaryDirectory(
+      dir=parent, prefix='.open') as d:
     tree = Path(d) / directory.name
     for path, content in _sdist_files(sdist):
       (tree / path).parent.mkdir(parents=True, exist_ok=True)
@@ -633,10 +746,17 @@ def _refresh(data, args):
         raise Refusal(f'JAX {release["version"]} has no {path}')
     new = {path: _run_patch(patch, stock[path], path, reverse=False)
            for path, patch in old.items()}
+  unchanged = old.keys() - new.keys()
+  for path in sorted(unchanged - set(args.drop)):
+    raise Refusal(f'{tree} has no change in {path}: is it half patched? To '
+                  f'remove the patch, add --drop {path}')
+  for path in sorted(set(args.drop) - unchanged):
+    raise Refusal(f'--drop {path}: ' + ('the tree changes it' if path in new
+                                        else 'it has no patch'))
   for path, content in new.items():
     patch = _patch_file(release, path)
     _write_if_changed(patch, _header(patch) + _diff(path, stock[path], content))
-  for path in old.keys() - new.keys():
+  for path in sorted(unchanged):
     old[path].unlink()
     print(f'removed {os.path.relpath(old[path], _ROOT)}')
   _record(data, release, stock, new)
@@ -692,6 +812,9 @@ def _parser():
       sub.add_argument('--stock', action='store_true', help='do not patch it')
       sub.add_argument('dir', metavar='DIR')
     else:
+      sub.add_argument('--drop', metavar='PATH', action='append', default=[],
+                       help='remove the patch of this file, which TREE does '
+                       'not change; may be repeated')
       sub.add_argument('tree', metavar='TREE', nargs='?')
   return parser
 

@@ -410,10 +410,86 @@ def test_site_packages_and_interpreter(world, capsys):
   info = site / 'jax-1.2.3.dist-info'
   _write(info, {'METADATA': 'Name: jax\nVersion: 1.2.3\n',
                 'direct_url.json': json.dumps(dict(
-                    url='file:///src/jax', dir_info=dict(editable=True)))})
+                    url='file:///my%20src/jax', dir_info=dict(editable=True)))})
   _refused(world, capsys, 'editable install', 'apply', python)
   shutil.rmtree(site / 'jax')
-  _refused(world, capsys, 'point at the checkout, /src/jax', 'apply', site)
+  _refused(world, capsys, 'point at the checkout, /my src/jax', 'apply', site)
+  for text in '[]', '{not json', '{"dir_info": {"editable": true}}':
+    (info / 'direct_url.json').write_text(text)
+    _refused(world, capsys, 'direct_url.json', 'apply', site)
+
+
+@pytest.mark.parametrize('link', ['jax', 'jax/_src', 'jax/_src/a.py', 'all'])
+def test_symbolic_links(world, capsys, link):
+  """As of uv's symlink mode: their targets are shared by environments."""
+  venv = world.base / 'venv'
+  subprocess.run([sys.executable, '-m', 'venv', '--without-pip', venv],
+                 check=True)
+  site, = venv.glob('lib/python*/site-packages')
+  shutil.copytree(world.tree / 'jax', site / 'jax')
+  for path in _FILES if link == 'all' else [link]:
+    f = site / path
+    if f.is_dir():
+      shutil.rmtree(f)
+    else:
+      f.unlink()
+    f.symlink_to(world.tree / path)
+  for target in site, venv / 'bin' / 'python':
+    for command in 'check', 'apply', 'revert':
+      _refused(world, capsys, '--link-mode', command, target)
+    assert world.run('status', target) == 0
+    assert capsys.readouterr().out == f'stock: JAX 1.2.3 at {site}\n'
+
+
+def test_zipped_jax(world, capsys):
+  venv = world.base / 'venv'
+  subprocess.run([sys.executable, '-m', 'venv', '--without-pip', venv],
+                 check=True)
+  site, = venv.glob('lib/python*/site-packages')
+  archive = shutil.make_archive(world.base / 'jax', 'zip', world.tree)
+  (site / 'jax.pth').write_text(archive)
+  _refused(world, capsys, f'in a zip file, {archive}', 'apply',
+           venv / 'bin' / 'python')
+
+
+def _program(world, text):
+  f = world.base / 'program'
+  f.write_text(f'#!/bin/sh\n{text}\n')
+  f.chmod(0o755)
+  return f
+
+
+@pytest.mark.parametrize('text', ['sleep 1000', 'sleep 1000 & wait',
+                                  'while :; do :; done', 'yes', 'yes >&2'])
+def test_program_that_does_not_end(world, capsys, monkeypatch, text):
+  monkeypatch.setattr(world.module, '_PROBE_SECONDS', 1)
+  start = time.monotonic()
+  _refused(world, capsys, 'does not run as Python', 'apply',
+           _program(world, text))
+  assert time.monotonic() - start < 30
+
+
+@pytest.mark.parametrize('said', [
+    r'\377', '[1,2]', '[3,null]', '["/none/b/c","{not json"]',
+    '["/none/b/c","[]"]', '["/none/b/c",null]', '["/none/b/c",[]]', '{}', 'x',
+    '["b","null"]', '[[],[]]', 'null'])
+def test_program_that_says_something_else(world, capsys, said):
+  program = _program(world, f"printf '{said}'")
+  for command in 'apply', 'status':
+    _refused(world, capsys, '', command, program)
+
+
+@pytest.mark.parametrize('make', [
+    os.mkfifo, lambda f: os.symlink('/dev/zero', f), os.mkdir])
+def test_special_files(world, capsys, make):
+  a = world.tree / 'jax/_src/a.py'
+  a.unlink()
+  make(a)
+  for command in 'check', 'apply', 'revert', 'status':
+    _refused(world, capsys, f'not a regular file: {a}', command, world.tree)
+  os.mkfifo(world.base / 'fifo')
+  _refused(world, capsys, 'neither', 'apply', world.base / 'fifo')
+  _refused(world, capsys, 'neither', 'apply', '/dev/zero')
 
 
 def test_bad_targets(world, capsys):
@@ -427,8 +503,41 @@ def test_bad_targets(world, capsys):
   refused('does not run as Python', text)
   text.chmod(0o755)
   refused('is not a Python interpreter', text)
+  refused('is empty', '')
   (world.tree / 'jax/version.py').write_text('')
   refused('has no _version', world.tree)
+  (world.tree / 'jax/version.py').write_bytes(b'_version = "1.2.3"  # \xe9')
+  refused('not UTF-8', world.tree)
+
+
+def _bad_data():
+  good = dict(version='1.2.3', sdist='', sha256='', jaxlib='', python='>=3.9',
+              patches='.', tested='', files={})
+  for bad in ({}, [], 1, dict(revision=1), dict(revision=1, releases=[]),
+              dict(revision=1, releases={}), dict(revision=1, releases=[1]),
+              dict(revision='1', releases=[good])):
+    yield bad
+  for name in good:
+    for value in None, 1:
+      yield dict(revision=1, releases=[good, {**good, name: value}])
+  for files in ({'a': 1}, {'a': {}}, {'a': {'stock': '', 'x': ''}}):
+    yield dict(revision=1, releases=[{**good, 'files': files}])
+
+
+def test_bad_releases_json(world, capsys):
+  f = world.repo / 'ci' / 'releases.json'
+  for text in b'{', b'\xe9', *(json.dumps(d).encode() for d in _bad_data()):
+    f.write_bytes(text)
+    for args in (['list'], ['pick'], ['status', world.tree],
+                 ['open', world.base / 'new']):
+      _refused(world, capsys, 'releases.json', *args)
+
+
+def test_relative_root(world, monkeypatch):
+  env = {**os.environ, 'JAX_PATCH_ROOT': 'repo'}
+  subprocess.run([sys.executable, _SCRIPT, 'apply', 'stock'], env=env,
+                 cwd=world.base, check=True)
+  assert _read(world.tree) == world.patched
 
 
 def test_release_without_patches(world, capsys):
@@ -491,7 +600,9 @@ def test_full_disk(world, capsys, small):
       f.write(b'x' * 512)
   with open(small / 'filler', 'r+b') as f:
     f.truncate(f.seek(0, 2) - 4096)
-  _refused(world, capsys, 'the disk is full', 'apply', small / 'tree')
+  _refused(world, capsys, f'the disk is full: {small}/tree/jax/_src/', 'apply',
+           small / 'tree')
+  _refused(world, capsys, f'the disk is full: {small}\n', 'open', small / 'new')
   (small / 'filler').unlink()
   assert world.run('apply', small / 'tree') == 0
 
@@ -518,6 +629,8 @@ def test_open(world, capsys):
   assert world.run('open', tree) == 0
   assert _state(world, tree) == 'applied'
   _refused(world, capsys, 'exists', 'open', tree)
+  _refused(world, capsys, f'no such directory: {world.base}/none\n', 'open',
+           world.base / 'none' / 'tree')
   stock = world.base / 'opened-stock'
   assert world.run('open', '--stock', '--release', '1.2.3', stock) == 0
   assert _state(world, stock) == 'stock'
@@ -532,13 +645,19 @@ def test_refresh_is_idempotent(world, capsys):
     assert _read(world.repo) == before
 
 
-def test_refresh_keeps_headers_and_removes_patches(world):
+def test_refresh_keeps_headers_and_removes_patches(world, capsys):
   patch = world.repo / 'jax/_src/a.py.patch'
   patch.write_text(patch.read_text().replace('TODO', 'Mine', 1))
   tree = world.base / 'patched'
   _edit(tree, {'jax/_src/a.py': ('line 3', 'LINE 3'),
                'jax/_src/b.py': ('return 2', 'return 1')})
-  assert world.run('refresh', tree) == 0
+  _refused(world, capsys, 'add --drop jax/_src/b.py', 'refresh', tree)
+  drop = ['--drop', 'jax/_src/b.py']
+  for path, why in (('jax/_src/a.py', 'the tree changes it'),
+                    ('jax/_src/x.py', 'it has no patch')):
+    _refused(world, capsys, f'{path}: {why}', 'refresh', tree, *drop,
+             '--drop', path)
+  assert world.run('refresh', tree, *drop) == 0
   text = patch.read_text()
   assert text.startswith('Description: Mine\n') and '+# LINE 3' in text
   assert not (world.repo / 'jax/_src/b.py.patch').exists()
@@ -548,6 +667,12 @@ def test_refresh_keeps_headers_and_removes_patches(world):
 
 def test_refresh_of_a_bad_tree(world, capsys):
   tree = world.base / 'patched'
+  _refused(world, capsys, 'has no change in jax/_src/a.py', 'refresh',
+           world.tree)
+  for name in 'a.py.rej', 'b.py.orig':
+    (tree / 'jax/_src' / name).touch()
+    _refused(world, capsys, f'{name} is there', 'refresh', tree)
+    (tree / 'jax/_src' / name).unlink()
   (tree / 'jax/_src/new.py').touch()
   _refused(world, capsys, 'jax/_src/new.py is not in the sdist',
            'refresh', tree)

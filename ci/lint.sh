@@ -7,6 +7,13 @@
 # usage: ci/lint.sh
 set -euo pipefail
 
+if [[ $# -gt 0 ]]; then
+  [[ $1 != -h && $1 != --help ]] || {
+    sed -n '4,/^set/s/^# \{0,1\}//p' "$0" && exit
+  }
+  echo "lint.sh: unknown argument $1; see --help" >&2
+  exit 2
+fi
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=${JAX_PATCH_VENV:-$PWD/.venv}
 buildifier=$PWD/.cache/npm/node_modules/.bin/buildifier

@@ -4,6 +4,7 @@
 import hashlib
 import io
 import json
+import os
 from pathlib import Path
 import shutil
 import subprocess
@@ -61,7 +62,10 @@ jax_multiplatform_test(
 '''
 
 
-def _sdist(directory, version, code):
+def _sdist(directory, version, files):
+  """Makes an sdist of these files, or of a.py with this text and b.py."""
+  if isinstance(files, str):
+    files = {'jax/_src/a.py': files, 'jax/_src/b.py': 'Y = 1\n'}
   metadata = (f'Metadata-Version: 2.1\nName: jax\nVersion: {version}\n'
               'Requires-Python: >=3.9\n'
               f'Requires-Dist: jaxlib<={version},>=0.1\n')
@@ -70,8 +74,7 @@ def _sdist(directory, version, code):
   with tarfile.open(path, 'w:gz') as tar:
     for name, text in {
         'jax/version.py': _VERSION.format(version),
-        'jax/_src/a.py': code, 'jax/_src/b.py': 'Y = 1\n',
-        'PKG-INFO': metadata, 'backend.py': _BACKEND,
+        **files, 'PKG-INFO': metadata, 'backend.py': _BACKEND,
         'pyproject.toml': '[build-system]\nrequires = []\n'
         'build-backend = "backend"\nbackend-path = ["."]\n'}.items():
       info = tarfile.TarInfo(f'jax-{version}/{name}')
@@ -129,6 +132,11 @@ def _repo(tmp_path, monkeypatch):
   return repo
 
 
+def _read(repo):
+  return {f: f.read_bytes() for f in repo.rglob('*')
+          if f.is_file() and '__pycache__' not in f.parts}
+
+
 def _patch_dirs(repo):
   data = json.loads((repo / 'ci/releases.json').read_text())
   return {r['version']: r['patches'] for r in data['releases']}
@@ -137,7 +145,7 @@ def _patch_dirs(repo):
 def _new_release(repo, version, content, *args, **kwargs):
   _sdist(repo.parent / 'links', version, content)
   said = _run(repo / 'ci/new_release.sh', version, *args, **kwargs)
-  if not kwargs:
+  if 'code' not in kwargs:
     tree = repo.parent / version
     _run(repo / 'ci/jax_patch.py', 'open', '--release', version, tree)
     assert 'X = 2' in (tree / 'jax/_src/a.py').read_text()
@@ -164,20 +172,105 @@ def test_newer_and_older_release(repo):
 
 def test_release_that_does_not_fit(repo):
   code = _CODE.replace('X = 1', 'X = 7')
-  before = (repo / 'ci/releases.json').read_text()
+  before = _read(repo)
   said = _new_release(repo, '1.2', code, code=2)
-  port = repo / '.cache/port-1.2'
-  assert f'finish the patched tree {port}' in said
-  assert (repo / 'ci/releases.json').read_text() == before
-  (port / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 2'))
-  _new_release(repo, '1.2', code, port)
+  port = repo / 'build/port-1.2'
+  assert f'finish the patched tree {port}' in said and said.count('\n') == 1
+  (port / 'mine').write_text('half done')
+  said = _new_release(repo, '1.2', code, code=2)
+  assert f'{port} is there' in said and (port / 'mine').exists()
+  a = port / 'jax/_src/a.py'
+  a.write_text(_CODE.replace('X = 1', 'X = 2'))
+  said = _new_release(repo, '1.2', code, port, code=2)
+  assert 'a.py.rej is there' in said and said.count('\n') == 1
+  assert {k: v for k, v in _read(repo).items() if k in before} == before
+  a.with_name('a.py.rej').unlink()
+  _new_release(repo, '1.2', code, 'port-1.2', cwd=port.parent)
   assert _patch_dirs(repo) == {'1.2': '.', '1.1': 'backports/1.1'}
 
 
-def test_release_that_does_not_exist(repo):
+def test_release_that_lacks_a_patched_file(repo):
+  tree = repo.parent / 'tree'
+  (tree / 'jax/_src/b.py').write_text('Y = 2\n')
+  _run(repo / 'ci/jax_patch.py', 'refresh', tree)
+  files = {'jax/_src/a.py': _CODE}
+  _sdist(repo.parent / 'links', '1.2', files)
+  run = subprocess.run([repo / 'ci/new_release.sh', '1.2'], text=True,
+                       capture_output=True, check=False)
+  assert run.returncode == 2
+  assert run.stdout == 'jax/_src/b.py: not in this JAX\n'
+  port = repo / 'build/port-1.2'
+  said = _new_release(repo, '1.2', files, port, code=2)
+  assert 'add --drop jax/_src/b.py' in said
+  _new_release(repo, '1.2', files, port, '--drop', 'jax/_src/b.py')
+  assert not (repo / 'jax/_src/b.py.patch').exists()
+  assert (repo / 'backports/1.1/jax/_src/b.py.patch').exists()
+
+
+def test_shared_patches_whatever_the_order(tmp_path, repo):
+  other = _CODE.replace('# line 29', '# LINE 29')
+  code = {'1.0': _CODE, '1.2': other, '1.3': _CODE}
+  layouts = []
+  for order in ('1.0', '1.2', '1.3'), ('1.3', '1.2', '1.0'), ('1.2', '1.3'):
+    copy = tmp_path / '-'.join(order)
+    shutil.copytree(repo, copy)
+    for version in order:
+      _sdist(tmp_path / 'links', version, code[version])
+      run = subprocess.run([copy / 'ci/new_release.sh', version], text=True,
+                           capture_output=True, check=False)
+      if run.returncode:
+        tree = copy / 'build' / f'port-{version}'
+        (tree / 'jax/_src/a.py').write_text(
+            code[version].replace('X = 1', 'X = 2'))
+        (tree / 'jax/_src/a.py.rej').unlink()
+        _run(copy / 'ci/new_release.sh', version, tree)
+    layouts.append(_patch_dirs(copy))
+    for patch in copy.rglob('*.patch'):
+      assert patch.read_text().startswith('Description: mine\n')
+  shared = {'1.3': '.', '1.2': 'backports/1.2', '1.1': '.'}
+  assert layouts == [{**shared, '1.0': '.'}] * 2 + [shared]
+
+
+def test_patches_of_the_next_newer_release(repo):
+  _new_release(repo, '1.0', _CODE.replace('# line 29', '# old'), code=2)
+  shutil.rmtree(repo / 'build')
+  port = repo / 'build/port-0.9'
+  _new_release(repo, '0.9', _CODE.replace('# line 29', '# old'), code=2)
+  (port / 'jax/_src/a.py.rej').unlink()
+  (port / 'jax/_src/a.py').write_text(
+      _CODE.replace('# line 29\nX = 1', '# old\nX = 2'))
+  _new_release(repo, '0.9', _CODE.replace('# line 29', '# old'), port)
+  _new_release(repo, '1.0', _CODE)  # Only the newer one's patches apply.
+  assert _patch_dirs(repo) == {'1.1': '.', '1.0': '.', '0.9': 'backports/0.9'}
+
+
+def test_release_refusals(repo):
+  def refused(text, *args, **env):
+    said = _run(repo / 'ci/new_release.sh', *args, code=2,
+                env={**os.environ, **env})
+    assert text in said and said.count('\n') == 1, said
+  before = _read(repo)
+  tree = repo.parent / 'tree'
+  refused('not a version')
+  refused("'' is not a version", '')
+  refused('x/../y is not a version', 'x/../y')
+  refused('unknown argument --x', '1.2', '--x')
+  refused('unknown argument c', '1.2', 'b', 'c')
+  refused('is for a TREE', '1.2', '--drop', 'jax/_src/a.py')
+  refused('does not run pip', '1.2', PYTHON='none')
+  refused('does not run pip', '1.2', PYTHON='/bin/false')
+  # Nothing of these is there to download.
+  refused('has JAX 1.1 already', '1.1', PIP_FIND_LINKS='/none')
+  refused('no such directory: none', '1.2', 'none')
+  refused(f'{repo} is not JAX', '1.2', repo)
+  refused(f'{tree} is JAX 1.1, not 1.2', '1.2', tree)
+  (tree / 'jax/version.py').write_text(_VERSION.format('1.2'))
+  (tree / 'jax/_src/a.py.rej').touch()
+  refused('a.py.rej is there', '1.2', tree)
   said = _run(repo / 'ci/new_release.sh', '9.9', code=2)
-  assert said.startswith('new_release.sh: cannot download JAX 9.9: ERROR')
-  assert said.count('\n') == 1
+  assert said == ('new_release.sh: cannot download JAX 9.9: ERROR: Could not '
+                  'find a version that satisfies the requirement jax==9.9\n')
+  assert _read(repo) == before
 
 
 def test_setup(repo, monkeypatch):
@@ -217,7 +310,8 @@ def test_setup(repo, monkeypatch):
   (tree / 'jax/_src/a.py').write_text(_CODE.replace('X = 1', 'X = 3'))
   for y in 'Y = 2\n', 'Y = 1\n':  # Adds a patch, then drops it.
     (tree / 'jax/_src/b.py').write_text(y)
-    _run(repo / 'ci/jax_patch.py', 'refresh', tree)
+    _run(repo / 'ci/jax_patch.py', 'refresh', tree,
+         *(['--drop', 'jax/_src/b.py'] if y == 'Y = 1\n' else []))
     setup('Reinstalling JAX 1.1', 3)
     assert (a.parent / 'b.py').read_text() == y
   (repo / '.venv/.made_by_setup').write_text('')  # As if it had been killed.
@@ -289,6 +383,12 @@ def test_upstream_entry_in_new_features(repo, checkout):
 
 def test_upstream_refusals(repo, checkout):
   _refused(repo, 'no such directory', '/none')
+  for name in 'a b', 'a..b', '-x', '@{-1}', 'a.lock':
+    _refused(repo, f'{name} cannot name a branch', '--branch', name, checkout)
+  _git(checkout, 'branch', 'one/two')
+  for name in 'one', 'one/two', 'one/two/three':
+    _refused(repo, 'has a branch one/two already', '--branch', name, checkout)
+  _git(checkout, 'branch', '-D', 'one/two')
   _refused(repo, 'not the top of a git checkout', checkout / 'jax')
   (checkout / 'new').touch()
   _refused(repo, 'has changes', checkout)
@@ -300,6 +400,17 @@ def test_upstream_refusals(repo, checkout):
   assert _git(checkout, 'branch', '--format=%(refname:short)') == 'main\n'
   _git(checkout, 'rm', '-q', 'CHANGELOG.md')
   _refused(repo, 'is not JAX', checkout)
+
+
+def test_upstream_without_a_patched_file(repo, checkout):
+  _git(checkout, 'rm', '-q', 'jax/_src/a.py')
+  _git(checkout, 'commit', '-qm', 'y')
+  run = subprocess.run([repo / 'ci/upstream_branch.sh', checkout], text=True,
+                       capture_output=True, check=False)
+  assert run.returncode == 2
+  first, last = run.stderr.splitlines()
+  assert first == 'jax/_src/a.py: not in this JAX'
+  assert 'no branch is made' in last
 
 
 def test_upstream_hunk_that_does_not_apply(repo, checkout):

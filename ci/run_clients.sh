@@ -8,14 +8,18 @@
 #
 # usage: ci/run_clients.sh [RELEASE]
 #
-#   RELEASE  of JAX, as listed by `ci/jax_patch.py list` (default: 0.12.0.1)
+#   RELEASE  of JAX, as listed by `ci/jax_patch.py list` (default: the newest
+#            that a Python found suits, as of ci/setup.sh)
 #
 # Environment: JAX_PATCH_CLIENTS_VENV (default: .cache/clients in this
 # repository), and ci/setup.sh's JAX_PATCH_PYTHON.
 set -euo pipefail
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '4,/^set/s/^# \{0,1\}//p' "$0" && exit
+fi
 if [[ ${1:-} == -* || $# -gt 1 ]]; then
-  sed -n '4,/^set/s/^# \{0,1\}//p' "$0"
+  echo "run_clients.sh: unknown argument ${2:-$1}; see --help" >&2
   exit 2
 fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -25,8 +29,8 @@ log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 export JAX_PLATFORMS=cpu JAX_NUM_CPU_DEVICES=4
 
-jax=${1:-0.12.0.1}
-"$root/ci/setup.sh" --jax "$jax" --venv "$venv" --no-example
+"$root/ci/setup.sh" ${1:+--jax "$1"} --venv "$venv" --no-example
+jax=${1:-$("$python" "$root/ci/jax_patch.py" pick | cut -d' ' -f1)}
 # `jax==` keeps pip from replacing the patched release.
 "$python" -m pip install -q --disable-pip-version-check \
   "jax==$jax" blackjax==1.7.1 optax==0.2.8

@@ -10,6 +10,9 @@
 # JAX_PATCH_JOBS is the number of processes (default: one per core).
 set -euo pipefail
 
+if [[ ${1:-} == -h || ${1:-} == --help ]]; then
+  sed -n '4,/^set/s/^# \{0,1\}//p' "$0" && exit
+fi
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=${JAX_PATCH_VENV:-$root/.venv}
 export JAX_PLATFORMS=${JAX_PLATFORMS:-cpu}

@@ -45,6 +45,13 @@ mark=$venv/.made_by_setup # What is installed, once that is complete.
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 
+# Runs an untried program, whose time and output are limited.
+limited() {
+  local limit=()
+  ! command -v timeout >/dev/null || limit=(timeout -k 1 60)
+  ${limit[@]+"${limit[@]}"} "$@" 2>/dev/null </dev/null | head -c 4096
+}
+
 # Runs a command; if it fails, dies with what was being done and its error.
 must() {
   local what=$1
@@ -61,7 +68,7 @@ candidates() {
   echo python3
   printf 'python3.%s\n' 16 15 14 13 12 11 10 9
   local prefix # Of a python3 that pyenv installed, wherever that is.
-  prefix=$(python3 -c 'import sys; print(sys.base_prefix)' 2>/dev/null) || true
+  prefix=$(limited python3 -c 'import sys; print(sys.base_prefix)') || true
   [[ $prefix != */versions/* ]] || printf '%s\n' "${prefix%/*}"/*/bin/python
   printf '%s\n' "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python \
     "${UV_PYTHON_INSTALL_DIR:-$HOME/.local/share/uv/python}"/*/bin/python
@@ -73,8 +80,8 @@ find_python() {
   py='' version=''
   while read -r candidate; do
     candidate=$(command -v "$candidate") || continue
-    if ! "$candidate" -c 'import sys; assert sys.version_info >= (3, 9)' \
-      >/dev/null 2>&1 </dev/null; then
+    if [[ $(limited "$candidate" -c 'import sys
+print(sys.version_info >= (3, 9))') != True ]]; then
       [[ -n $why ]] || why="$candidate does not run, or is older than 3.9"
       continue
     fi

@@ -35,13 +35,13 @@ def _python(path, name, code, prefix='/usr'):
       f'import sys\nsys.base_prefix = {str(prefix)!r}\n' + code)
 
 
-def _setup(*args, path=None, **env):
+def _setup(*args, path=None, timeout=None, **env):
   env = {k: v for k, v in {**os.environ, **env}.items()
          if not k.startswith(('JAX_PATCH', 'PYENV', 'UV_'))}
   if path:
     env.update(PATH=str(path), HOME=str(path))
   return subprocess.run([_SETUP, *args], env=env, capture_output=True,
-                        text=True, check=False)
+                        text=True, check=False, timeout=timeout)
 
 
 def _refused(text, *args, **kwargs):
@@ -58,6 +58,7 @@ def test_bad_arguments(tmp_path):
            '--venv', tmp_path / 'venv', '--python', sys.executable)
   _refused('no such Python: /none', '--python', '/none')
   _refused('does not run', '--python', '/bin/false')
+  _refused('does not run', '--python', '/bin/echo')
   assert not (tmp_path / 'venv').exists()
 
 
@@ -77,6 +78,23 @@ def test_python_that_does_not_run_is_passed_over(path, tmp_path):
   taken = tmp_path / 'taken'
   (taken / 'mine').mkdir(parents=True)
   _refused('did not make it', '--venv', taken, path=path)  # The next step.
+
+
+def test_python_that_does_not_end(path, tmp_path):
+  (path / 'timeout').write_text(
+      '#!/bin/bash\n[[ "$1 $2 $3" == "-k 1 60" ]] || exit 1\n'
+      f'exec {shutil.which("timeout")} -k 1 1 "${{@:4}}"\n')
+  (path / 'timeout').chmod(0o755)
+  for name, text in (('hangs', 'sleep 1000 & wait'), ('chats', 'yes')):
+    (path / name).write_text(f'#!/bin/bash\nPATH=/bin:/usr/bin\n{text}\n')
+    (path / name).chmod(0o755)
+    _refused('does not run', '--python', path / name, path=path, timeout=60)
+  for name, alias in (('hangs', 'python3'), ('chats', 'python3.14')):
+    (path / alias).symlink_to(path / name)
+  _python(path, 'python3.12', 'sys.version_info = (3, 12, 0)\n')
+  taken = tmp_path / 'taken'
+  (taken / 'mine').mkdir(parents=True)
+  _refused('did not make it', '--venv', taken, path=path, timeout=60)
 
 
 def test_pyenv_wherever_it_is(path, tmp_path):

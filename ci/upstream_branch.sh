@@ -34,9 +34,15 @@ while [[ $# -gt 0 ]]; do
     --reject) reject=yes && shift ;;
     -h | --help) sed -n '4,/^set/s/^# \{0,1\}//p' "$0" && exit ;;
     -*) die "unknown argument $1; see --help" ;;
-    *) checkout=$1 && shift ;;
+    *)
+      [[ -z $checkout ]] || die "unknown argument $1; see --help"
+      checkout=$1
+      shift
+      ;;
   esac
 done
+[[ $(git check-ref-format --branch "$branch" 2>/dev/null) == "$branch" ]] ||
+  die "$branch cannot name a branch"
 [[ -n $checkout ]] || die 'which checkout? see --help'
 [[ -d $checkout ]] || die "no such directory: $checkout"
 checkout=$(cd "$checkout" && pwd -P)
@@ -50,8 +56,11 @@ for file in jax/version.py tests/BUILD tests/shard_map_test.py CHANGELOG.md; do
 done
 [[ -z $(in_checkout status --porcelain) ]] ||
   die "$checkout has changes; commit or stash them"
-! in_checkout rev-parse -q --verify "refs/heads/$branch" >/dev/null ||
-  die "$checkout has a branch $branch already; see --branch"
+# Of a/b and a, or a/b/c, there can be only one.
+while read -r taken; do
+  [[ $branch/ != "$taken"/* && $taken/ != "$branch"/* ]] ||
+    die "$checkout has a branch $taken already; see --branch"
+done < <(in_checkout for-each-ref --format='%(refname:lstrip=2)' refs/heads)
 in_checkout var GIT_AUTHOR_IDENT >/dev/null 2>&1 ||
   die 'git knows no user.name and user.email to commit as'
 
@@ -88,13 +97,16 @@ while read -r file; do
   files+=("${file%.patch}")
 done < <(find jax -name '*.patch' | sort)
 for file in "${files[@]}"; do
-  if in_checkout apply --cached --whitespace=nowarn -v \
+  if [[ -z $(in_checkout ls-files -- "$file") ]]; then
+    failed+=("$file")
+    echo "$file: not in this JAX" >&2
+  elif in_checkout apply --cached --whitespace=nowarn -v \
     "$patches/$file.patch" 2>"$work/said"; then
     grep offset "$work/said" | sed "s|^|$file: |" || true
   else
     failed+=("$file")
     mkdir -p "$work/try/${file%/*}"
-    in_checkout show "HEAD:$file" >"$work/try/$file" 2>/dev/null || true
+    in_checkout show "HEAD:$file" >"$work/try/$file"
     (cd "$work/try" && GIT_CEILING_DIRECTORIES=$work git apply -v --reject \
       "$patches/$file.patch" 2>&1 || true) | grep -E 'patch failed|No such' >&2 || true
   fi
@@ -102,13 +114,15 @@ done
 
 if [[ ${#failed[@]} -gt 0 ]]; then
   [[ -n $reject ]] ||
-    die "the hunks above do not apply to ${failed[*]}; no branch is made"
+    die "the patches do not apply to ${failed[*]}, see above;" \
+      'no branch is made'
   unset GIT_INDEX_FILE
   in_checkout switch -q -c "$branch"
   for file in "${files[@]}"; do
     in_checkout apply --reject "$patches/$file.patch" 2>/dev/null || true
   done
-  die "the hunks above do not apply; they are in .rej files on $branch"
+  die "the patches do not apply, see above; what is left of them is in .rej" \
+    "files on $branch"
 fi
 
 # The other files, and the patched ones for ruff.

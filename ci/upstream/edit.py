@@ -66,7 +66,7 @@ def _add_tests(tree):
   header = re.match('(#.*\n)+', (tree / 'tests/shard_map_test.py').read_text())
   header = re.sub(r'Copyright \d+', f'Copyright {datetime.date.today().year}',
                   header[0])
-  for f in sorted((_ROOT / 'tests').glob('*_test.py')):
+  for f in sorted((_ROOT / 'tests').glob('*.py')):
     new = tree / 'tests' / f.name
     if new.exists():
       sys.exit(f'tests/{f.name} exists already')
