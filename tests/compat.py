@@ -6,6 +6,7 @@ What a release lacks altogether is a feature that `require` skips tests by.
 import contextlib
 
 import jax
+import jaxlib
 from jax import lax
 from jax._src import array
 from jax._src import config
@@ -62,8 +63,20 @@ FEATURES = dict(
                'an eager shard_map takes no rbg key: an AssertionError'),
     interp=(VERSION >= (0, 7),
             'jnp.interp of a varying and an unvarying argument is an error'),
+    vmap=(VERSION >= (0, 7),
+          'its patches leave out what is about vmap: error texts, and closures'
+          ' under spmd_axis_name'),
+    partial_collectives=(
+        VERSION >= (0, 7),
+        'all_gather in a partially manual body aborts in XLA'),
+    spmd_unmapped=(VERSION >= (0, 10),
+                   'with spmd_axis_name and check_vma=True an operation of a'
+                   ' mapped and an unmapped value fails'),
     refs=(hasattr(jax, 'new_ref'), 'no jax.new_ref'),
     reduced=(hasattr(P(), 'reduced'), 'PartitionSpec has no reduced axes'),
+    reduced_arguments=(
+        VERSION >= (0, 7),
+        'shard_map takes no argument that is reduced over a manual axis'),
     simplified_jaxpr_constants=(
         hasattr(config, 'use_simplified_jaxpr_constants'),
         'no jax_use_simplified_jaxpr_constants'),
@@ -77,6 +90,9 @@ FEATURES = dict(
         VERSION >= (0, 12),
         'eager shard_map over some axes takes no arguments with'
         ' check_vma=False'),
+    zero_size=(jaxlib.__version__ != '0.11.2',
+               'jaxlib 0.11.2 crashes on zero-size arrays in a shard_map, also'
+               ' those in an eager associative_scan'),
     array_reversed=(hasattr(array.ArrayImpl, '__reversed__'),
                     'jax.Array has no __reversed__: an array is indexed where a'
                     ' tracer is reversed'),

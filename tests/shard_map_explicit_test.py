@@ -243,6 +243,8 @@ class ClosureTest(SameProgramTestCase):
       compat.require(self, 'interp')
     if (name, mode) == ('debug_print', 'eager'):
       compat.require(self, 'eager_debug_print')
+    if (name, mode) == ('associative_scan', 'eager'):
+      compat.require(self, 'zero_size')
     w, x = _weight(mesh), _batch(mesh)
     kw = dict(in_specs=P('x'), out_specs=P('x'))
     clos = _closure_form(BODIES[name], **kw)
@@ -342,7 +344,7 @@ class MeshTest(SameProgramTestCase):
   def test_abstract_mesh(self):
     mesh = _mesh((2, 2), ('x', 'y'), (E, E))
     w, x = _weight(mesh), _batch(mesh)
-    amesh = jax.sharding.AbstractMesh((2, 2), ('x', 'y'), (E, E))
+    amesh = jax.sharding.AbstractMesh((2, 2), ('x', 'y'), axis_types=(E, E))
     kw = dict(mesh=amesh, in_specs=P('x'), out_specs=P('x'))
     body = lambda w, x: x * w
     clos, arg = _closure_form(body, **kw), _argument_form(body, **kw)
@@ -512,6 +514,8 @@ class ValueTest(SameProgramTestCase):
   @parameterized.parameters((), (0,), (4, 0), (1,))
   @jtu.with_explicit_mesh((2,), ('x',))
   def test_shape(self, *shape, mesh):
+    if 0 in shape:
+      compat.require(self, 'zero_size')
     w = _put(mesh, jnp.full(shape, 3.), P())
     self.check(lambda w, x: x + (2. * w).sum(), w, _batch(mesh))
 
@@ -981,6 +985,7 @@ class ReducedTest(SameProgramTestCase):
 
   @jtu.with_explicit_mesh((2,), ('x',))
   def test_type_in_the_body(self, mesh):
+    compat.require(self, 'reduced_arguments')
     seen = []
     def f(w, x):
       w = compat.reshard(w, P(reduced={'x'}))
@@ -1223,6 +1228,11 @@ class FuzzTest(SameProgramTestCase):
         return e
 
   def check(self, program):
+    if (not compat.has('partial_collectives') and
+        len(program['manual']) < len(program['names']) and
+        any(name in ('all_gather', 'all_to_all', 'ppermute')
+            for name, _ in program['steps'])):
+      hypothesis.reject()  # aborts in XLA, in the argument form as well
     got = self.outcome(_closure_form, **program)
     if any(n in program['manual'] for s in program['specs']
            for n in compat.partitions(s)):

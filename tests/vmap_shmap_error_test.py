@@ -297,6 +297,10 @@ def _modes(**cases):
 @jtu.with_config(jax_numpy_dtype_promotion='standard')
 class VmapErrorTest(jtu.JaxTestCase):
 
+  def setUp(self):
+    super().setUp()
+    compat.require(self, 'vmap')
+
   def assert_error(self, prefix, pieces, f, *args):
     with self.assertRaises(ValueError) as cm:
       f(*args)
@@ -476,6 +480,7 @@ class VmapErrorTest(jtu.JaxTestCase):
   @parameterized.named_parameters(_modes(spmd={}))
   def test_spmd_axis_size(self, jit):
     # It is no collective: the size of the mesh axis is what it was.
+    compat.require(self, 'spmd_unmapped')
     with compat.set_mesh(jtu.create_mesh((2, 2), ('x', 'y'))):
       x = jnp.arange(16.).reshape(4, 4)
       f = jax.vmap(_sm(lambda a: a * lax.axis_size('x'), P('y')),
@@ -586,6 +591,10 @@ def _primitives(jaxpr):
 @jtu.with_config(jax_numpy_rank_promotion='allow',
                  jax_numpy_dtype_promotion='standard')
 class VmapResultTest(jtu.JaxTestCase):
+
+  def setUp(self):
+    super().setUp()
+    compat.require(self, 'vmap')
 
   def assert_same(self, got, want):
     """Equal values, bit for bit, and equal types."""
@@ -711,6 +720,8 @@ class VmapResultTest(jtu.JaxTestCase):
   @config.enable_checks(False)  # spmd_axis_name hides axes from the types
   def test_spmd_body(self, name):
     # https://github.com/jax-ml/jax/issues/17874
+    if name in ('axis_index', 'custom_jvp', 'index', 'scan'):
+      compat.require(self, 'spmd_unmapped')
     mesh = jtu.create_mesh((2, 2), ('x', 'y'))
     w, x = jnp.arange(1., 5.), jnp.arange(16.).reshape(4, 4) / 8.
     vmap = partial(jax.vmap, spmd_axis_name='x')
@@ -761,6 +772,7 @@ class VmapResultTest(jtu.JaxTestCase):
       self.check(vmap, VMAPS_BODY, w, x, ('jit', 'grad'))
 
   def test_spmd_closed_over_only(self):
+    compat.require(self, 'spmd_unmapped')
     mesh = jtu.create_mesh((2, 2), ('x', 'y'))
     w = jnp.arange(4.)
     f = jax.vmap(lambda w: shard_map(lambda: w * 2., mesh=mesh, in_specs=(),
