@@ -66,9 +66,9 @@ FEATURES = dict(
     vmap=(VERSION >= (0, 7),
           'its patches leave out what is about vmap: error texts, and closures'
           ' under spmd_axis_name'),
-    partial_collectives=(
-        VERSION >= (0, 7),
-        'all_gather in a partially manual body aborts in XLA'),
+    fuzz=(VERSION >= (0, 7),
+          'all_gather in a partially manual body aborts in XLA, and a gradient'
+          ' under vmap of a partially manual program may fail'),
     spmd_unmapped=(VERSION >= (0, 10),
                    'with spmd_axis_name and check_vma=True an operation of a'
                    ' mapped and an unmapped value fails'),
