@@ -1193,8 +1193,14 @@ def fuzz_programs(draw):
   used = sorted({i % len(specs) for _, i in steps})
   steps = [(name, used.index(i % len(specs))) for name, i in steps]
   specs = [specs[i] for i in used]
+  check_vma = draw(st.booleans())
+  if ('cond_varying' in dict(steps) and
+      around not in ('value', 'eager', 'jvp', 'jacfwd', 'vmap', 'scan')):
+    # The transpose of a pcast is a psum, here in one branch of the cond only:
+    # both forms wait for each other's devices for ever, on stock as well.
+    check_vma = False
   return dict(shape=shape, names=names, types=types, manual=manual, specs=specs,
-              steps=steps, around=around, check_vma=draw(st.booleans()))
+              steps=steps, around=around, check_vma=check_vma)
 
 
 @jtu.with_config(jax_numpy_rank_promotion='allow',
@@ -1233,9 +1239,14 @@ class FuzzTest(SameProgramTestCase):
 
   def check(self, program):
     got = self.outcome(_closure_form, **program)
-    if any(n in program['manual'] for s in program['specs']
-           for n in compat.partitions(s)):
-      self.assertIsInstance(got, ValueError)
+    legal = [s for s in program['specs']
+             if not set(compat.partitions(s)) & set(program['manual'])]
+    if legal != program['specs']:
+      if not isinstance(got, ValueError):  # Then a step before it is wrong.
+        specs = [s if s in legal else P() for s in program['specs']]
+        want = self.outcome(_argument_form, **dict(program, specs=specs))
+        self.assertIsInstance(got, Exception)
+        self.assertIs(type(got), type(want), str(got))
       return
     want = self.outcome(_argument_form, **program)
     if not isinstance(want, Exception):
