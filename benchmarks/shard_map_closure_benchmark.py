@@ -9,8 +9,8 @@ Sections, of which `--section` (repeatable) selects some:
   stock         patched against stock JAX on programs that close over nothing;
                 two processes take turns
   memory        lowering time and peak memory for one large closed-over value
-  instructions  the first and the third section by instruction counts, which do
-                not depend on what else the machine does (needs valgrind)
+  instructions  the first and the third section by instruction counts, which
+                hardly depend on what else the machine does (needs valgrind)
 
 A pair is two adjacent measurements of CPU time in alternating order. Figures
 are ratios of the medians with their 95% interval (bootstrap over the pairs).
