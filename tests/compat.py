@@ -72,6 +72,9 @@ FEATURES = dict(
     spmd_unmapped=(VERSION >= (0, 10),
                    'with spmd_axis_name and check_vma=True an operation of a'
                    ' mapped and an unmapped value fails'),
+    axis_types=(VERSION >= (0, 7),
+                'a value keeps the axis types of its own mesh in the body, and'
+                ' operations refuse it where those of the shard_map differ'),
     refs=(hasattr(jax, 'new_ref'), 'no jax.new_ref'),
     reduced=(hasattr(P(), 'reduced'), 'PartitionSpec has no reduced axes'),
     reduced_arguments=(

@@ -730,6 +730,15 @@ class RefusedTest(jtu.JaxTestCase):
     self.refused(f(), x, "mesh axes 'i', 'j', 'k'",
                  "in_specs=P(('i', 'j'), 'k')",
                  f"{compat.RESHARD}(value, P(None, None))")
+    # What is manual over 'j' alone has no type for P(('i', 'j')), so that no
+    # in_specs would do.
+    g = shard_map(lambda x: x * v.sum(), in_specs=P('j'), out_specs=P('j'),
+                  axis_names={'j'})
+    calls = () if compat.has('eager_partial') else (jax.jit(g),)
+    y = _put(mesh, jnp.ones(8), P('j'))
+    e = self.refused(g, y, "mesh axis 'j'", 'manual axes. Make it the same',
+                     f"{compat.RESHARD}(value, P('i', 'k'))", calls=calls)
+    self.assertNotIn('in_specs', str(e))
 
   @parameterized.parameters(
       lambda v, x: x + v[0], lambda v, x: x + v.at[0].set(1.)[0],
@@ -754,8 +763,11 @@ class RefusedTest(jtu.JaxTestCase):
       v = jnp.einsum('i,i->', x, x, out_sharding=compat.unreduced('i'))
       return shard_map(lambda x: x * v, in_specs=P('i'), out_specs=P('i'))(x)
     with self.assertRaisesRegex(
-        ValueError, r"f32\[\]\{U:i\}, which is unreduced over .*'i'"):
+        ValueError,
+        r"f32\[\]\{U:i\}, which is unreduced over .*'i'") as cm:
       f(x)
+    spec, = re.findall(r'`in_specs=(.*?)`', str(cm.exception))
+    self.assertEqual(eval(spec, dict(P=P)), compat.unreduced('i'))
 
   @parameterized.parameters(
       ((2,), ('k',)), ((4,), ('i',)), ((2, 2), ('i', 'k')))
@@ -1101,6 +1113,43 @@ class ConcreteArrayTest(SameProgramTestCase):
     def run(form):
       f = form(body, in_specs=P('x'), out_specs=P('x'), axis_names={'x'})
       return jax.jit(f)(w, x)
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.product(
+      types=[((E, E), (E, A)), ((E, A), (E, E)), ((E, E), (A, E)),
+             ((A, A), (E, E)), ((A, E), (A, A))],
+      set_mesh=(True, False), check_vma=(True, False))
+  @config.enable_checks(True)
+  def test_value_on_a_mesh_of_other_axis_types(
+      self, types, set_mesh, check_vma):
+    compat.require(self, 'axis_types')
+    mesh, other = (_mesh((2, 2), ('x', 'y'), t) for t in types)
+    w = _put(other, jnp.arange(16.).reshape(4, 4) / 16., P())
+    x = _put(mesh, jnp.arange(16.).reshape(4, 4) / 9., P('x'))
+    ctx = jax.set_mesh(mesh) if set_mesh else contextlib.nullcontext()
+    def run(form):
+      f = form(lambda w, x: jax.jit(jnp.matmul)(x, w) + jnp.sin(w).sum() * x,
+               mesh=mesh, in_specs=P('x'), out_specs=P('x'), axis_names={'x'},
+               check_vma=check_vma)
+      with ctx:
+        return (jax.jit(f)(w, x), jax.jit(lambda x: f(w, x))(x), f(w, x),
+                jax.jit(jax.grad(_loss(f), 1))(w, x))
+    self.assert_same(run(_closure_form), run(_argument_form))
+
+  @parameterized.product(names=({'y'}, {'z'}), check_vma=(True, False))
+  @jtu.with_explicit_mesh((2, 2, 2), ('x', 'y', 'z'))
+  @config.enable_checks(True)
+  def test_auto_axes_between_shard_maps(self, names, check_vma, mesh):
+    compat.require(self, 'axis_types')
+    w, x = _weight(mesh, P()), _batch(mesh, P('x'))
+    kw = dict(out_specs=P('x'), check_vma=check_vma)
+    def run(form):
+      inner = form(lambda w, x: jnp.sin(w) * x, in_specs=P(), out_specs=P(),
+                   axis_names=names, check_vma=check_vma)
+      outer = form(lambda w, x: compat.auto_axes(
+          lambda x: inner(w, x), axes='z', out_sharding=P())(x),
+                   in_specs=P('x'), axis_names={'x'}, **kw)
+      return jax.jit(outer)(w, x)
     self.assert_same(run(_closure_form), run(_argument_form))
 
   @parameterized.parameters(True, False)

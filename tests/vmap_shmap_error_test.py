@@ -452,14 +452,20 @@ class VmapErrorTest(jtu.JaxTestCase):
     f = shard_map(lambda a: a, in_specs=P('y'), out_specs=P(('z', 'y')))
     self.assert_error(
         OUT_SPECS,
-        ["vmap maps over the mesh axis 'z' (mapped size 8), which leaves 'y'"],
-        jax.vmap(jax.vmap(f)), x)
+        ["vmap maps over the mesh axes 'x' (mapped size 4), 'z' (mapped size 8)"
+         ", which leaves 'y'"], jax.vmap(jax.vmap(f)), x)
     y = _put(jnp.arange(16.).reshape(8, 2), P(('x', 'z'), 'y'))
     f = shard_map(lambda a: a, in_specs=P(('z', 'x')), out_specs=P('y'))
     self.assert_error(
         IN_SPECS,
         ["vmap maps over the mesh axes 'x' (mapped size 8), 'z' (mapped size 8)"
          ", which leaves 'y'"], jax.vmap(f), y)
+    # the message names all of the axes that are gone, the spec one of them
+    self.assert_error(
+        IN_SPECS,
+        ["is P('z',): use P('y',) instead", "vmap maps over the mesh axes 'x'"
+         " (mapped size 8), 'z' (mapped size 8), which leaves 'y'"],
+        jax.vmap(_sm(jnp.sin, P('z'), P('y'))), y)
 
   @jtu.with_explicit_mesh((2, 2), ('x', 'y'))
   def test_axis_of_no_mesh(self, mesh):
