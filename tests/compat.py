@@ -10,6 +10,7 @@ import jaxlib
 from jax import lax
 from jax._src import array
 from jax._src import config
+from jax._src import core
 from jax._src import pjit
 from jax._src import shard_map
 from jax.sharding import AxisType, PartitionSpec as P
@@ -72,7 +73,7 @@ FEATURES = dict(
     spmd_unmapped=(VERSION >= (0, 10),
                    'with spmd_axis_name and check_vma=True an operation of a'
                    ' mapped and an unmapped value fails'),
-    axis_types=(VERSION >= (0, 7),
+    axis_types=(VERSION >= (0, 10),
                 'a value keeps the axis types of its own mesh in the body, and'
                 ' operations refuse it where those of the shard_map differ'),
     refs=(hasattr(jax, 'new_ref'), 'no jax.new_ref'),
@@ -80,6 +81,9 @@ FEATURES = dict(
     reduced_arguments=(
         VERSION >= (0, 7),
         'shard_map takes no argument that is reduced over a manual axis'),
+    mat=(hasattr(core.ShapedArray, 'mat'),
+         'the spec of a type tells the manual axes, too, over which it is'
+         ' reduced'),
     simplified_jaxpr_constants=(
         hasattr(config, 'use_simplified_jaxpr_constants'),
         'no jax_use_simplified_jaxpr_constants'),
