@@ -90,7 +90,7 @@ FEATURES = dict(
     eager_refs=(hasattr(shard_map, '_check_no_eager_ref_args'),
                 'eager shard_map takes no Ref arguments'),
     mixed_mesh_types=(
-        not (0, 10) <= VERSION < (0, 11, 1),
+        not (0, 9) <= VERSION < (0, 11, 1),
         'an argument of an eager shard_map on a mesh with Explicit and Auto'
         ' axes loses its sharding over the Explicit axes from its type'),
     eager_partial_no_vma=(
